@@ -1,0 +1,77 @@
+# Everything a person or CI runs. `make help` lists the targets.
+# PY=/path/to/python uses an environment that is already complete instead of creating one.
+
+VENV ?= .venv
+PYTHON ?= python3
+PY ?= $(VENV)/bin/python
+TORCH ?= torch==2.13.0
+
+export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+# The stamps are needed only when the environment is ours to build.
+OWN_ENV := $(filter $(VENV)/bin/python,$(PY))
+RUN_ENV := $(if $(OWN_ENV),$(VENV)/.ready-run)
+TEST_ENV := $(if $(OWN_ENV),$(VENV)/.ready-test)
+DEV_ENV := $(if $(OWN_ENV),$(VENV)/.ready-dev)
+PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --constraint scripts/constraints.txt
+
+.PHONY: help demo test test-long check format lint types gates unit args-doc docs clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+demo: $(RUN_ENV) ## serve the bundled model with lossless verify and compare with the default verify
+	@$(PY) -m sglang.demo
+
+test: $(TEST_ENV) ## every test that needs no GPU
+	@$(PY) test/run_suite.py --backend cpu
+
+test-long: $(TEST_ENV) ## the same and the long ones
+	@$(PY) test/run_suite.py --backend cpu --nightly
+
+check: format lint types gates unit ## what CI runs first
+
+format: $(DEV_ENV) ## formatting (changes nothing; `ruff format` does)
+	@$(PY) -m ruff format --check .
+
+lint: $(DEV_ENV) ## lint
+	@$(PY) -m ruff check .
+
+types: $(DEV_ENV) ## types on the public edges
+	@$(PY) scripts/check_types.py
+
+gates: $(DEV_ENV) ## file and function sizes, import directions, generated documentation
+	@$(PY) scripts/check_sizes.py
+	@$(PY) scripts/check_imports.py
+	@$(PY) scripts/generate_server_arguments.py --check
+
+unit: $(TEST_ENV) ## unit tests alone
+	@$(PY) test/run_suite.py --backend cpu --suite unit
+
+args-doc: $(RUN_ENV) ## write the documentation of the server arguments again
+	@$(PY) scripts/generate_server_arguments.py
+
+clean: ## remove the environment and what the tools left
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
+
+# torch comes first and by exact version: other packages would otherwise choose a build for it.
+$(VENV)/.ready-torch:
+	@echo "creating $(VENV) and installing $(TORCH) (once)"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python scripts/has_torch.py || $(VENV)/bin/python -m pip install --quiet "$(TORCH)"
+	@touch $@
+
+$(VENV)/.ready-run: $(VENV)/.ready-torch pyproject.toml scripts/constraints.txt
+	@echo "installing the engine (once)"
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready-torch pyproject.toml scripts/constraints.txt
+	@echo "installing the engine and its test tools (once)"
+	@$(PIP_INSTALL) --editable '.[test]'
+	@touch $@ $(VENV)/.ready-run
+
+$(VENV)/.ready-dev: $(VENV)/.ready-test
+	@echo "installing the development tools (once)"
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
