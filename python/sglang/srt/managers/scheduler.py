@@ -1,0 +1,302 @@
+"""The scheduler: decides what runs, and is the only one that moves a request forward.
+
+One iteration is ``step``: take messages, admit and prefill, else decode, commit, publish. A prefill
+step runs before a decode step whenever a waiting request fits (first tokens early); both kinds are
+bounded, the one by the chunk size, the other by the running set.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenIDOutput,
+    FinishReason,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    FromScheduler,
+    GetInternalStateReq,
+    GetInternalStateReqOutput,
+    HealthCheckOutput,
+    HealthCheckReq,
+    ShutdownReq,
+    TokenizedGenerateReqInput,
+    TokenLogprob,
+    TokenOutput,
+    ToScheduler,
+)
+from sglang.srt.managers.request_factory import RequestFactory
+from sglang.srt.managers.schedule_batch import (
+    DecodePlan,
+    PrefillPlan,
+    Req,
+    StepResult,
+)
+from sglang.srt.managers.schedule_policy import PrefillPolicy
+from sglang.srt.managers.scheduler_metrics import SchedulerMetrics
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.request_memory import RequestMemory
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[FromScheduler], None]
+
+
+class Scheduler:
+    """Owns the waiting, prefilling and running requests of one engine."""
+
+    def __init__(
+        self,
+        *,
+        worker: TpModelWorker,
+        memory: RequestMemory,
+        policy: PrefillPolicy,
+        factory: RequestFactory,
+        metrics: SchedulerMetrics,
+        max_queued_requests: int | None,
+        stream_interval: int,
+        send: Send,
+        internal_state: Callable[[], dict],
+    ) -> None:
+        self._worker = worker
+        self._memory = memory
+        self._policy = policy
+        self._factory = factory
+        self.metrics = metrics
+        self._max_queued_requests = max_queued_requests
+        self._stream_interval = stream_interval
+        self._send = send
+        self._internal_state = internal_state
+        self.waiting: list[Req] = []
+        self.prefilling: list[Req] = []
+        self.running: list[Req] = []
+        self.stopping = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.prefilling or self.running)
+
+    def step(self) -> None:
+        """Run one prefill or one decode step; do nothing when idle."""
+        if self._step_prefill():
+            return
+        if self.running:
+            self._step_decode()
+        elif self.waiting and not self.prefilling:
+            self._refuse_unservable(self.waiting[0])
+
+    def handle(self, message: ToScheduler) -> None:
+        """Act on one message of the front end."""
+        match message:
+            case TokenizedGenerateReqInput():
+                self._enqueue(message)
+            case AbortReq():
+                self._abort(message)
+            case FlushCacheReqInput():
+                self._flush(message)
+            case GetInternalStateReq():
+                state = {**self._internal_state(), **self.metrics.internal_state(self)}
+                self._send(GetInternalStateReqOutput(req_id=message.req_id, state=state))
+            case HealthCheckReq():
+                self._send(HealthCheckOutput(req_id=message.req_id))
+            case ShutdownReq():
+                self.stopping = True
+
+    def check_integrity(self) -> None:
+        """Raise when a pool does not add up; called when idle."""
+        self._memory.check_integrity()
+
+    def _enqueue(self, message: TokenizedGenerateReqInput) -> None:
+        limit = self._max_queued_requests
+        if limit is not None and len(self.waiting) >= limit:
+            self._refuse(message.rid, f"the queue is full ({limit} requests); try again", 503)
+            return
+        try:
+            req = self._factory.build(message)
+        except ValueError as error:
+            self._refuse(message.rid, str(error), 400)
+            return
+        self.waiting.append(req)
+        self._policy.order(self.waiting)
+
+    def _refuse(self, rid: str, message: str, status_code: int) -> None:
+        reason = FinishReason(type="abort", message=message, status_code=status_code)
+        output = TokenOutput(rid=rid, new_token_ids=[], finish_reason=reason)
+        self._send(BatchTokenIDOutput(items=[output]))
+
+    def _refuse_unservable(self, req: Req) -> None:
+        self.waiting.remove(req)
+        self._refuse(
+            req.rid,
+            f"the request's {req.num_tokens} tokens do not fit the KV cache even when it is alone "
+            f"({self._memory.available_tokens()} tokens available); shorten the prompt or raise "
+            "--mem-fraction-static / --max-total-tokens",
+            400,
+        )
+
+    def _abort(self, message: AbortReq) -> None:
+        def hit(req: Req) -> bool:
+            return message.abort_all or req.rid == message.rid
+
+        reason = FinishReason(
+            type="abort", message=message.reason or "aborted by the client", status_code=499
+        )
+        for req in [r for r in self.waiting if hit(r)]:
+            self.waiting.remove(req)
+            self._finish_aborted(req, reason)
+        for group in (self.prefilling, self.running):
+            for req in [r for r in group if hit(r)]:
+                group.remove(req)
+                self._memory.release(req)
+                self._finish_aborted(req, reason)
+
+    def _finish_aborted(self, req: Req, reason: FinishReason) -> None:
+        req.finish_reason = reason
+        self.metrics.num_aborted += 1
+        self._publish([req])
+
+    def _flush(self, message: FlushCacheReqInput) -> None:
+        if not self.is_idle:
+            busy = len(self.waiting) + len(self.prefilling) + len(self.running)
+            text = f"{busy} requests are running or queued; flush when the server is idle"
+            self._send(FlushCacheReqOutput(req_id=message.req_id, success=False, message=text))
+            return
+        done = self._memory.flush()
+        self.metrics.reset_cache_counters()
+        self._send(FlushCacheReqOutput(req_id=message.req_id, success=done))
+
+    # -- prefill -----------------------------------------------------------------------------
+
+    def _step_prefill(self) -> bool:
+        if not (self.waiting or self.prefilling):
+            return False
+        chunks, admitted = self._policy.plan(self.waiting, self.prefilling, self.running)
+        if not chunks:
+            if self.prefilling and not self.running:
+                self._retract(self.prefilling[-1], self.prefilling)
+                return True
+            return False
+        for req in admitted:
+            self.waiting.remove(req)
+            self.prefilling.append(req)
+            self.metrics.note_admission(req)
+        plan = PrefillPlan(chunks)
+        started = time.monotonic()
+        result = self._worker.prefill(plan)
+        self._commit([c.req for c in chunks], result, verified=False)
+        for chunk, scored in zip(chunks, result.input_logprobs, strict=True):
+            chunk.req.input_logprobs += scored or []
+        for chunk in chunks:
+            if chunk.is_last:
+                self.prefilling.remove(chunk.req)
+                self.running.append(chunk.req)
+            if chunk.req.finish_reason is None:
+                self._memory.cache_unfinished(
+                    chunk.req, chunk.token_ids[: chunk.req.kv.committed_len]
+                )
+        self.metrics.note_prefill(self, plan, admitted, time.monotonic() - started)
+        self._publish([c.req for c in chunks if c.is_last])
+        return True
+
+    # -- decode ------------------------------------------------------------------------------
+
+    def _step_decode(self) -> None:
+        width = self._worker.draft_token_num
+        self._make_room(width)
+        reqs = list(self.running)
+        if not reqs:
+            return
+        plan = DecodePlan(
+            reqs=reqs,
+            draft_token_num=width,
+            track_slots=[self._memory.track_slot_for_decode(r, width) for r in reqs],
+        )
+        result = self._worker.decode(plan)
+        self._commit(reqs, result, verified=width > 1)
+        self.metrics.note_decode(self, reqs, result)
+        self._publish(reqs)
+
+    def _make_room(self, width: int) -> None:
+        """Reserve pages for one step of every running request, retracting the newest if needed."""
+        for req in list(self.running):
+            while req in self.running and not self._memory.ensure(
+                req, req.kv.committed_len + width
+            ):
+                victim = max(self.running, key=lambda r: (-r.priority, r.arrival))
+                self._retract(victim, self.running)
+
+    def _retract(self, req: Req, group: list[Req]) -> None:
+        """Take a request's memory and put it back in the queue; it loses and repeats nothing."""
+        group.remove(req)
+        self._memory.retract(req, req.token_ids()[: req.kv.committed_len])
+        req.num_retractions += 1
+        self.metrics.num_retracted += 1
+        logger.warning(
+            "KV cache is full: request %s (%d tokens) goes back to the queue", req.rid, req.num_tokens
+        )
+        self.waiting.append(req)
+        self._policy.order(self.waiting)
+
+    # -- commit and publish --------------------------------------------------------------------
+
+    def _commit(self, reqs: list[Req], result: StepResult, *, verified: bool) -> None:
+        """Move requests forward by what a step produced: lengths, tracks, tokens, finish."""
+        for i, req in enumerate(reqs):
+            req.kv.committed_len += result.committed[i]
+            if result.tracked[i] >= 0:
+                self._memory.note_track(req, result.tracked[i])
+            if verified:
+                req.spec_verify_ct += 1
+                req.spec_correct_ct += result.committed[i] - 1
+            kept = req.append(result.token_ids[i])
+            if result.logprobs[i] is not None:
+                req.output_logprobs += result.logprobs[i][:kept]
+
+    def _publish(self, reqs: list[Req]) -> None:
+        """Send new tokens; free what has finished."""
+        items = []
+        for req in reqs:
+            finished = req.finish_reason is not None
+            pending = len(req.output_ids) - req.num_sent
+            if not finished and pending < self._stream_interval:
+                continue
+            items.append(self._take_output(req))
+            if finished and req in self.running:
+                self.running.remove(req)
+                self._finish(req)
+        if items:
+            self._send(BatchTokenIDOutput(items=items, stats=self.metrics.stats(self)))
+
+    def _finish(self, req: Req) -> None:
+        """Donate to the prefix cache what is final and visible, free the rest."""
+        self.metrics.num_finished += 1
+        final = min(req.kv.committed_len, req.num_tokens)
+        self._memory.finish(req, req.token_ids()[:final])
+
+    def _take_output(self, req: Req) -> TokenOutput:
+        first = req.num_sent == 0
+        new_ids = req.output_ids[req.num_sent :]
+        req.num_sent = len(req.output_ids)
+        output_logprobs, req.output_logprobs = req.output_logprobs, []
+        input_logprobs = None
+        if first and req.return_logprob and req.logprob_start_len >= 0:
+            input_logprobs = req.input_logprobs
+            if req.logprob_start_len == 0:
+                head = TokenLogprob(logprob=None, token_id=req.origin_input_ids[0])
+                input_logprobs = [head, *input_logprobs]
+        return TokenOutput(
+            rid=req.rid,
+            new_token_ids=new_ids,
+            finish_reason=req.finish_reason,
+            prompt_tokens=len(req.origin_input_ids),
+            completion_tokens=len(req.output_ids),
+            cached_tokens=req.cached_tokens,
+            spec_verify_ct=req.spec_verify_ct,
+            spec_accepted_tokens=req.spec_correct_ct + req.spec_verify_ct,
+            output_logprobs=output_logprobs if req.return_logprob else None,
+            input_logprobs=input_logprobs,
+            queue_time_s=req.queue_time_s if first else None,
+        )

@@ -1,0 +1,95 @@
+"""One rank's model, backends and pools. Executes ForwardBatches and decides nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.layers.attention.linear.cpu_gdn_backend import CpuGDNBackend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.memory_plan import Pools
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, LogitsOutput
+from sglang.srt.model_loader.loader import load_weights
+from sglang.srt.models.registry import build_draft_model, build_model
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """The target model over the pools that the memory plan sized.
+
+    ``attn_backend`` owns the commit of a verify; ``model`` is the architecture's module.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_config: ModelConfig,
+        pools: Pools,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_invariant: bool,
+        show_progress: bool,
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.model_config = model_config
+        self.req_pool: HybridReqToTokenPool = pools.req_pool
+        self.attn_backend = _target_backend(model_config, pools)
+        self.model = build_model(
+            model_config,
+            device=device,
+            dtype=dtype,
+            attn_backend=self.attn_backend,
+            batch_invariant=batch_invariant,
+        )
+        load_weights(self.model, model_config.model_path, progress=show_progress)
+
+    def forward(self, fb: ForwardBatch) -> LogitsOutput:
+        """Run the target. EXTEND and DECODE advance KV and state; TARGET_VERIFY only records."""
+        self.attn_backend.init_forward_metadata(fb)
+        return self.model.forward(fb)
+
+
+class DraftModelRunner:
+    """A draft model with one attention layer set, on its own KV pool with the target's slot ids."""
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        *,
+        req_pool: HybridReqToTokenPool,
+        kv_pool: MHATokenToKVPool,
+        batch_invariant: bool,
+        show_progress: bool,
+    ) -> None:
+        self.dtype = target.dtype
+        self.hidden_size = target.model_config.hidden_size
+        self.attn_backend: AttentionBackend = TorchNativeAttnBackend(req_pool, kv_pool)
+        self.model = build_draft_model(
+            target.model_config,
+            target=target.model,
+            device=target.device,
+            dtype=target.dtype,
+            attn_backend=self.attn_backend,
+            batch_invariant=batch_invariant,
+        )
+        load_weights(self.model, target.model_config.model_path, progress=show_progress)
+
+    def forward(self, fb: ForwardBatch) -> LogitsOutput:
+        """Run the draft model; only its KV pool changes."""
+        self.attn_backend.init_forward_metadata(fb)
+        return self.model.forward(fb)
+
+
+def _target_backend(model_config: ModelConfig, pools: Pools) -> HybridLinearAttnBackend:
+    return HybridLinearAttnBackend(
+        TorchNativeAttnBackend(pools.req_pool, pools.kv_pool),
+        CpuGDNBackend(pools.req_pool),
+        list(model_config.full_attention_layer_ids),
+    )
