@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class EnvField(Generic[T]):
     def default(self) -> T | None:
         """The value of an unset variable; a callable default is called each time."""
         if callable(self._default):
-            return cast("Callable[[], T]", self._default)()
+            return self._default()
         return self._default
 
     def get(self) -> T | None:

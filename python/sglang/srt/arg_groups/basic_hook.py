@@ -1,0 +1,108 @@
+"""Names, device, types and sizes that do not depend on speculation."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sglang.srt.utils.platform import has_amd_driver, has_nvidia_driver
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PAGE_SIZE = 64
+DEFAULT_CHUNK_TOKENS = {"cuda": 8192, "cpu": 512}
+MAX_DEFAULT_CPU_THREADS = 8
+MAX_DEFAULT_GRAPH_BATCH = 256
+_KV_DTYPE_ALIASES = {"bf16": "bfloat16"}
+
+
+def detect_device() -> str:
+    """ "cuda" where a GPU is visible (ROCm uses the same name), else "cpu"; needs no torch."""
+    return "cuda" if has_nvidia_driver() or has_amd_driver() else "cpu"
+
+
+def handle_names(args: ServerArgs) -> ServerArgs:
+    """Fill the names that follow from the model's path, and the seed."""
+    seed = args.random_seed
+    if seed is None:
+        seed = secrets.randbelow(1 << 31)
+        logger.info("random seed: %d (drawn; give --random-seed to repeat it)", seed)
+    return replace(
+        args,
+        random_seed=seed,
+        tokenizer_path=args.tokenizer_path or args.model_path,
+        served_model_name=args.served_model_name or args.model_path,
+    )
+
+
+def handle_device(args: ServerArgs) -> ServerArgs:
+    """Choose the device, the types that follow from it, and the number of CPU threads."""
+    device = detect_device() if args.device == "auto" else args.device
+    if device == "cuda" and detect_device() != "cuda":
+        raise ValueError("--device cuda: no GPU is visible to this process; use --device cpu")
+    dtype = args.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    if device == "cpu" and dtype == "float16":
+        raise ValueError("--dtype float16 is for GPUs; on the CPU use bfloat16 or float32")
+    kv_dtype = _KV_DTYPE_ALIASES.get(args.kv_cache_dtype, args.kv_cache_dtype)
+    if kv_dtype == "auto":
+        kv_dtype = dtype
+    if device == "cpu" and kv_dtype == "fp8_e4m3":
+        raise ValueError("--kv-cache-dtype fp8_e4m3 is for GPUs; on the CPU use bfloat16 or auto")
+    threads = args.cpu_threads or _default_cpu_threads()
+    return replace(args, device=device, dtype=dtype, kv_cache_dtype=kv_dtype, cpu_threads=threads)
+
+
+def _default_cpu_threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    limit = int(asked) if asked.isdigit() and int(asked) > 0 else MAX_DEFAULT_CPU_THREADS
+    return max(1, min(cores or 1, limit))
+
+
+def handle_page_and_chunk(args: ServerArgs) -> ServerArgs:
+    """Choose the page of the KV pool and how much of a prompt one step computes."""
+    page_size = args.page_size
+    if page_size is None:
+        keeps_full_prefixes = args.mamba_radix_cache_strategy == "no_buffer"
+        page_size = 1 if keeps_full_prefixes and not args.disable_radix_cache else DEFAULT_PAGE_SIZE
+    chunk = args.chunked_prefill_size
+    if chunk is None:
+        chunk = DEFAULT_CHUNK_TOKENS[args.device]
+    if chunk == 0:
+        raise ValueError(
+            "--chunked-prefill-size 0 computes nothing; give a number of tokens, or -1 for prompts "
+            "in one step"
+        )
+    return replace(args, page_size=page_size, chunked_prefill_size=chunk)
+
+
+def handle_cuda_graphs(args: ServerArgs) -> ServerArgs:
+    """Choose the batch sizes that graphs are captured for; none on the CPU."""
+    if args.device == "cpu" or args.disable_cuda_graph:
+        return replace(args, disable_cuda_graph=True, cuda_graph_max_bs=None, cuda_graph_bs=None)
+    if args.cuda_graph_bs:
+        sizes = sorted(set(args.cuda_graph_bs))
+        if args.cuda_graph_max_bs is not None and sizes[-1] > args.cuda_graph_max_bs:
+            raise ValueError(
+                f"--cuda-graph-bs {sizes[-1]} is above --cuda-graph-max-bs "
+                f"{args.cuda_graph_max_bs}; leave one of them out"
+            )
+        return replace(args, cuda_graph_max_bs=sizes[-1], cuda_graph_bs=sizes)
+    largest = args.cuda_graph_max_bs
+    if largest is None:
+        largest = min(args.max_running_requests or MAX_DEFAULT_GRAPH_BATCH, MAX_DEFAULT_GRAPH_BATCH)
+    return replace(args, cuda_graph_max_bs=largest, cuda_graph_bs=_graph_batches(largest))
+
+
+def _graph_batches(largest: int) -> list[int]:
+    """Dense where batches are small, so that padding costs at most a few rows."""
+    usual = [1, 2, 3, 4, 6, *range(8, 64, 4), *range(64, 128, 8), *range(128, largest + 16, 16)]
+    return sorted({*(size for size in usual if size < largest), largest})

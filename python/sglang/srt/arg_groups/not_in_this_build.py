@@ -1,0 +1,137 @@
+"""Arguments that exist in SGLang's vocabulary but whose subsystem this build does not have.
+
+They are read, so that a command line written for another server gets a sentence instead of a silent
+difference. An entry goes away together with the commit that brings its subsystem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.arg_groups.flag import Flag, spell
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why a flag, or some of its values, cannot be used.
+
+    `values` are the refused values; empty means every value except the default. `refuses`, if
+    given, decides instead.
+    """
+
+    sentence: str
+    values: tuple[Any, ...] = ()
+    refuses: Callable[[Any], bool] | None = None
+
+    def applies_to(self, value: Any, default: Any) -> bool:
+        """Whether this value asks for what is missing."""
+        if self.refuses is not None:
+            return self.refuses(value)
+        return value in self.values if self.values else value != default
+
+
+_ONE_DEVICE = "this build runs a model on one device; leave it at 1"
+_NO_PD = "this build serves whole requests; leave --disaggregation-mode at null"
+_NO_HOST_TIER = "this build keeps prefixes in device memory only; leave it out"
+_NO_NGRAM = "this build has no NGRAM drafter; leave it out"
+
+NOT_IN_THIS_BUILD: dict[str, Missing] = {
+    "grpc_mode": Missing("gRPC is not served; use the HTTP routes, which routers understand too"),
+    "tp_size": Missing(_ONE_DEVICE),
+    "pp_size": Missing(_ONE_DEVICE),
+    "dp_size": Missing(
+        "this build runs one replica; start several servers behind a router, or leave it at 1"
+    ),
+    "dist_init_addr": Missing("this build has no ranks that need to meet; leave it out"),
+    "dist_timeout": Missing("this build has no ranks that need to meet; leave it out"),
+    "disaggregation_mode": Missing(_NO_PD),
+    "disaggregation_transfer_backend": Missing(_NO_PD),
+    "disaggregation_bootstrap_port": Missing(_NO_PD),
+    "disaggregation_transfer_timeout": Missing(_NO_PD),
+    "speculative_algorithm": Missing(
+        "this build drafts with the model's own multi-token-prediction layer; use NEXTN",
+        values=("EAGLE3", "NGRAM", "DFLASH", "DSPARK", "STANDALONE"),
+    ),
+    "speculative_eagle_topk": Missing(
+        "this build drafts chains, not trees; use --speculative-eagle-topk 1",
+        refuses=lambda value: value is not None and value > 1,
+    ),
+    "speculative_draft_model_path": Missing(
+        "this build drafts with the target's own layers; leave it out"
+    ),
+    "speculative_draft_model_quantization": Missing(
+        "this build drafts with the target's own layers; leave it out"
+    ),
+    "speculative_dflash_block_size": Missing("this build has no DFLASH drafter; leave it out"),
+    "speculative_dspark_block_size": Missing("this build has no DSPARK drafter; leave it out"),
+    "speculative_adaptive": Missing("the number of steps is fixed in this build; leave it out"),
+    "speculative_adaptive_config": Missing(
+        "the number of steps is fixed in this build; leave it out"
+    ),
+    "speculative_use_rejection_sampling": Missing(
+        "sampled drafts are accepted by the target's probabilities in this build; leave it out"
+    ),
+    "speculative_use_block_verification": Missing(
+        "sampled drafts are accepted one by one in this build; leave it out"
+    ),
+    "speculative_accept_threshold_single": Missing("this build accepts exactly; leave it at 1"),
+    "speculative_accept_threshold_acc": Missing("this build accepts exactly; leave it at 1"),
+    "speculative_ngram_min_bfs_breadth": Missing(_NO_NGRAM),
+    "speculative_ngram_max_bfs_breadth": Missing(_NO_NGRAM),
+    "speculative_ngram_match_type": Missing(_NO_NGRAM),
+    "speculative_ngram_max_trie_depth": Missing(_NO_NGRAM),
+    "speculative_ngram_capacity": Missing(_NO_NGRAM),
+    "enable_hierarchical_cache": Missing(_NO_HOST_TIER),
+    "hicache_ratio": Missing(_NO_HOST_TIER),
+    "hicache_size": Missing(_NO_HOST_TIER),
+    "hicache_write_policy": Missing(_NO_HOST_TIER),
+    "hicache_storage_backend": Missing(_NO_HOST_TIER),
+    "hicache_storage_dir": Missing(_NO_HOST_TIER),
+    "enable_unified_memory": Missing(
+        "KV and recurrent state have separate pools in this build; leave it out and use "
+        "--mamba-full-memory-ratio to divide the memory"
+    ),
+    "enable_linear_replayssm": Missing("this build writes states back at every step; leave it out"),
+    "linear_replayssm_cache_len": Missing(
+        "this build writes states back at every step; leave it out"
+    ),
+    "enable_linear_replayssm_spec": Missing(
+        "use --enable-linear-lossless-verify, which needs as little memory and is bit-exact"
+    ),
+    "linear_lossless_commit": Missing("accepted tuples are folded in at once; leave it out"),
+    "enable_mixed_chunk": Missing(
+        "prompts and decode steps run in calls of their own; leave it out"
+    ),
+    "device": Missing("this engine runs on cuda and cpu", values=("xpu", "npu")),
+}
+
+
+def is_offered(flag: Flag) -> bool:
+    """Whether any value of the flag beside its default can work in this build."""
+    missing = NOT_IN_THIS_BUILD.get(flag.name)
+    if missing is None:
+        return True
+    return bool(missing.values) or missing.refuses is not None
+
+
+def offered_choices(flag: Flag) -> tuple[str, ...]:
+    """The choices of a flag that can work in this build."""
+    missing = NOT_IN_THIS_BUILD.get(flag.name)
+    if missing is None:
+        return flag.spec.choices
+    return tuple(c for c in flag.spec.choices if not missing.applies_to(c, flag.default))
+
+
+def refuse_what_is_not_in_this_build(server_args: ServerArgs) -> None:
+    """Raise a ValueError that names the first argument asking for something missing."""
+    for flag in server_args.flags():
+        missing = NOT_IN_THIS_BUILD.get(flag.name)
+        value = getattr(server_args, flag.name)
+        if missing is not None and missing.applies_to(value, flag.default):
+            shown = spell(flag.name) if value is True else f"{spell(flag.name)} {value}"
+            raise ValueError(f"{shown}: {missing.sentence}")
