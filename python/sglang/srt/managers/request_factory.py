@@ -17,11 +17,18 @@ class RequestFactory:
     """
 
     def __init__(
-        self, *, vocab_size: int, max_req_len: int, decode: Decode | None, random_seed: int
+        self,
+        *,
+        vocab_size: int,
+        max_req_len: int,
+        decode: Decode | None,
+        random_seed: int,
+        use_priority: bool,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_req_len = max_req_len
         self._decode = decode
+        self._use_priority = use_priority
         self._random = random.Random(random_seed)
 
     def build(self, message: TokenizedGenerateReqInput) -> Req:
@@ -66,7 +73,7 @@ class RequestFactory:
                 skip_special_tokens=params.skip_special_tokens,
             ),
             max_new_tokens=min(max_new_tokens, limit),
-            priority=message.priority,
+            priority=message.priority if self._use_priority else 0,
             return_logprob=message.return_logprob,
             logprob_start_len=message.logprob_start_len,
             top_logprobs_num=message.top_logprobs_num,

@@ -33,7 +33,6 @@ class Req:
     token_ids_logprob: list[int] | None = None
     arrival: float = field(default_factory=time.monotonic)
 
-    req_pool_idx: int | None = None
     kv: ReqKV = field(default_factory=ReqKV)
     output_ids: list[int] = field(default_factory=list)
     num_sent: int = 0
@@ -45,6 +44,11 @@ class Req:
     spec_correct_ct: int = 0
     output_logprobs: list = field(default_factory=list)
     input_logprobs: list = field(default_factory=list)
+
+    @property
+    def req_pool_idx(self) -> int | None:
+        """Request row while the request holds memory."""
+        return self.kv.req_pool_idx
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +107,11 @@ class PrefillChunk:
 @dataclass
 class PrefillPlan:
     chunks: list[PrefillChunk]
+
+    @property
+    def req_pool_idx(self) -> int | None:
+        """Request row while the request holds memory."""
+        return self.kv.req_pool_idx
 
     @property
     def num_tokens(self) -> int:

@@ -43,7 +43,7 @@ class PrefillPolicy:
         """Sort the queue in place; changes nothing else."""
         if self._schedule_policy == "lpm":
             cached = {
-                r.rid: self._memory.match(r.token_ids()[: r.match_limit()]).cached_len
+                r.rid: self._memory.match(r.token_ids(), r.match_limit()).cached_len
                 for r in waiting
             }
             waiting.sort(key=lambda r: (-r.priority, -cached[r.rid], r.arrival))
@@ -93,18 +93,15 @@ class PrefillPolicy:
     def _admit(self, req: Req, budget: int, reserved: int) -> PrefillChunk | None:
         token_ids = req.token_ids()
         limit = req.match_limit()
-        match = self._memory.match(token_ids[:limit])
-        fresh = len(token_ids) - match.cached_len
+        match = self._memory.match(token_ids, limit)
+        fresh = len(token_ids) - match.usable_len
         if reserved and self._memory.available_tokens() < fresh + reserved + self._tail(req):
             return None
         num_new = min(budget, fresh)
-        if not self._memory.admit(req, token_ids=token_ids[:limit], num_new_tokens=num_new):
+        if not self._memory.admit(req, token_ids=token_ids, num_new_tokens=num_new, limit=limit):
             return None
         start = req.kv.committed_len
-        end = min(len(token_ids), start + budget)
-        if not self._memory.ensure(req, end):
-            self._memory.release(req)
-            return None
+        end = start + num_new
         if not req.output_ids:
             req.cached_tokens = req.kv.cached_len
         slot, rows = self._memory.track_rows_for_extend(req, start, end)

@@ -212,7 +212,7 @@ class Scheduler:
         plan = DecodePlan(
             reqs=reqs,
             draft_token_num=width,
-            track_slots=[self._memory.track_slot_for_decode(r, width) for r in reqs],
+            track_slots=self._memory.track_slots_for_decode(reqs),
         )
         result = self._worker.decode(plan)
         self._commit(reqs, result, verified=width > 1)
@@ -221,7 +221,10 @@ class Scheduler:
 
     def _make_room(self, width: int) -> None:
         """Reserve pages for one step of every running request, retracting the newest if needed."""
-        for req in list(self.running):
+        reqs = self.running
+        if self._memory.ensure_many(reqs, [r.kv.committed_len + width for r in reqs]):
+            return
+        for req in list(reqs):
             while req in self.running and not self._memory.ensure(
                 req, req.kv.committed_len + width
             ):
@@ -235,7 +238,9 @@ class Scheduler:
         req.num_retractions += 1
         self.metrics.num_retracted += 1
         logger.warning(
-            "KV cache is full: request %s (%d tokens) goes back to the queue", req.rid, req.num_tokens
+            "KV cache is full: request %s (%d tokens) goes back to the queue",
+            req.rid,
+            req.num_tokens,
         )
         self.waiting.append(req)
         self._policy.order(self.waiting)

@@ -109,7 +109,7 @@ class SchedulerMetrics:
             num_running,
             self._num_used_tokens(),
             self._token_usage(),
-            self._memory.mamba_usage(),
+            self._state_usage(),
             spec,
             self.gen_throughput,
             len(scheduler.waiting),
@@ -137,7 +137,7 @@ class SchedulerMetrics:
             num_used_tokens=self._num_used_tokens(),
             max_total_num_tokens=self._max_total_num_tokens,
             token_usage=self._token_usage(),
-            mamba_usage=self._memory.mamba_usage(),
+            mamba_usage=self._state_usage(),
             gen_throughput=self.gen_throughput,
             cache_hit_rate=self.cache_hit_tokens / lookups if lookups else 0.0,
             spec_accept_length=self.accept_length(),
@@ -162,6 +162,11 @@ class SchedulerMetrics:
 
     def _num_used_tokens(self) -> int:
         return self._max_total_num_tokens - self._memory.available_tokens()
+
+    def _state_usage(self) -> float:
+        """Share of the state slots that running requests hold."""
+        stats = self._memory.stats()
+        return stats["states_used"] / max(1, stats["states_total"])
 
     def _token_usage(self) -> float:
         return self._num_used_tokens() / max(1, self._max_total_num_tokens)

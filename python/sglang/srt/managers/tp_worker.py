@@ -49,6 +49,18 @@ class TpModelWorker:
     def draft_token_num(self) -> int:
         return 1 if self._drafter is None else self._drafter.draft_token_num
 
+    def replace_drafter(self, drafter: Drafter) -> None:
+        """Use another drafter of the same width from the next step on.
+
+        Raises: ValueError if the widths differ, because the pools were built for one.
+        """
+        if drafter.draft_token_num != self.draft_token_num:
+            raise ValueError(
+                f"the pools hold {self.draft_token_num} draft tokens a request; "
+                f"the new drafter proposes {drafter.draft_token_num}"
+            )
+        self._drafter = drafter
+
     @torch.inference_mode()
     def prefill(self, plan: PrefillPlan) -> StepResult:
         """Run prompt rows; sample the first token of every request whose last chunk this is."""
@@ -175,9 +187,7 @@ class TpModelWorker:
         """Make the accepted rows permanent; return the lengths of stored boundary states."""
         steps, tracked = [], []
         grid = self._track_grid_tokens
-        for pre, count, slot in zip(
-            fb.prefix_lens_cpu, num_correct, plan.track_slots, strict=True
-        ):
+        for pre, count, slot in zip(fb.prefix_lens_cpu, num_correct, plan.track_slots, strict=True):
             step = crossing_step(pre, count + 1, grid) if slot >= 0 else -1
             steps.append(step)
             tracked.append(pre + step + 1 if step >= 0 else -1)

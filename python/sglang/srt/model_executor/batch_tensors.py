@@ -65,9 +65,7 @@ def make_forward_batch(
         mamba_cache_indices=(
             req_pool.get_mamba_indices(row_index).to(torch.int32) if with_state else None
         ),
-        mamba_track_indices=(
-            upload(np.asarray(track_slots, dtype=np.int64)) if tracking else None
-        ),
+        mamba_track_indices=(upload(np.asarray(track_slots, dtype=np.int64)) if tracking else None),
         mamba_track_rows=upload(np.asarray(track_rows, dtype=np.int64)) if tracking else None,
         logits_rows=logits_rows,
         capture_hidden=capture_hidden,

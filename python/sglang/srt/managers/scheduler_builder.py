@@ -1,0 +1,196 @@
+"""Build a scheduler and everything below it from resolved server arguments."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.finish import Decode
+from sglang.srt.managers.request_factory import RequestFactory
+from sglang.srt.managers.schedule_policy import PrefillPolicy
+from sglang.srt.managers.scheduler import Scheduler, Send
+from sglang.srt.managers.scheduler_metrics import SchedulerMetrics
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.memory_plan import MemoryPlan, Pools, build_pools, check_allocated
+from sglang.srt.mem_cache.planner import make_plan
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.request_memory import RequestMemory
+from sglang.srt.mem_cache.request_slots import RequestSlots
+from sglang.srt.mem_cache.track import TrackGrids, TrackPolicy
+from sglang.srt.model_executor.model_runner import DraftModelRunner, ModelRunner
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.drafter import Drafter
+from sglang.srt.speculative.mtp_drafter import MTPDrafter
+
+logger = logging.getLogger(__name__)
+
+UNLIMITED_CHUNK_TOKENS = 1 << 30
+
+
+@dataclass
+class BuiltEngine:
+    """The parts of a running engine, top down."""
+
+    scheduler: Scheduler
+    worker: TpModelWorker
+    runner: ModelRunner
+    memory: RequestMemory
+    pools: Pools
+    plan: MemoryPlan
+    info: dict
+
+
+def build_scheduler(raw_args: dict, send: Send) -> tuple[Scheduler, dict]:
+    """Return the scheduler and what server info says of it.
+
+    raw_args  ``ServerArgs.to_dict()`` of a resolved record
+    """
+    built = build_engine(ServerArgs.from_resolved_dict(raw_args), send)
+    return built.scheduler, built.info
+
+
+def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
+    """Plan memory, build pools, load weights, and put the scheduler on top."""
+    model_config = ModelConfig.from_path(args.model_path)
+    device = torch.device(args.device)
+    if device.type == "cpu":
+        torch.set_num_threads(args.cpu_threads)
+    plan = make_plan(model_config, args)
+    for line in plan.describe().splitlines():
+        logger.info(line)
+    pools = build_pools(plan, device)
+    check_allocated(plan, pools)
+    runner = ModelRunner(
+        model_config=model_config,
+        pools=pools,
+        device=device,
+        dtype=getattr(torch, args.dtype),
+        batch_invariant=args.enable_deterministic_inference,
+        show_progress=sys.stderr.isatty(),
+    )
+    drafter = _build_drafter(args, runner, pools)
+    draft_token_num = drafter.draft_token_num if drafter else 1
+    memory, policy = _build_memory(args, pools, plan, draft_token_num)
+    worker = TpModelWorker(
+        runner, drafter, track_grid_tokens=policy.grids.track_tokens if policy else 1
+    )
+    chunk_tokens = args.chunked_prefill_size
+    max_req_len = min(memory.largest_request(), plan.context_length) - draft_token_num
+    info = _info(args, model_config, plan, memory, max_req_len)
+    metrics = SchedulerMetrics(
+        memory,
+        decode_log_interval=args.decode_log_interval,
+        max_total_num_tokens=plan.max_total_num_tokens,
+        draft_token_num=draft_token_num,
+        verify_scratch_bytes=plan.verify_scratch_bytes,
+        lossless_bytes_freed=plan.lossless_bytes_freed,
+        is_lossless=args.enable_linear_lossless_verify,
+    )
+    scheduler = Scheduler(
+        worker=worker,
+        memory=memory,
+        policy=PrefillPolicy(
+            memory,
+            schedule_policy=args.schedule_policy,
+            chunk_tokens=chunk_tokens if chunk_tokens > 0 else UNLIMITED_CHUNK_TOKENS,
+            max_prefill_tokens=args.max_prefill_tokens,
+            max_running_requests=plan.max_running_requests,
+            conservativeness=args.schedule_conservativeness,
+            draft_token_num=draft_token_num,
+        ),
+        factory=RequestFactory(
+            vocab_size=model_config.vocab_size,
+            max_req_len=max_req_len,
+            decode=_load_decode(args),
+            random_seed=args.random_seed,
+            use_priority=args.enable_priority_scheduling,
+        ),
+        metrics=metrics,
+        max_queued_requests=args.max_queued_requests,
+        stream_interval=args.stream_interval,
+        send=send,
+        internal_state=lambda: dict(info),
+    )
+    return BuiltEngine(scheduler, worker, runner, memory, pools, plan, info)
+
+
+def _build_drafter(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Drafter | None:
+    if not args.is_speculative:
+        return None
+    draft_runner = DraftModelRunner(
+        runner,
+        req_pool=pools.req_pool,
+        kv_pool=pools.draft_kv_pool,
+        batch_invariant=args.enable_deterministic_inference,
+        show_progress=sys.stderr.isatty(),
+    )
+    return MTPDrafter(draft_runner, pools.req_pool, num_steps=args.speculative_num_steps)
+
+
+def _build_memory(
+    args: ServerArgs, pools: Pools, plan: MemoryPlan, draft_token_num: int
+) -> tuple[RequestMemory, TrackPolicy | None]:
+    if args.disable_radix_cache:
+        policy, tree = None, None
+    else:
+        policy = TrackPolicy.resolve(
+            strategy=args.mamba_radix_cache_strategy,
+            grids=TrackGrids.resolve(
+                page_size=args.page_size, track_interval=args.mamba_track_interval
+            ),
+            overlap_schedule=not args.disable_overlap_schedule,
+            max_step_tokens=draft_token_num,
+        )
+        tree = RadixCache(
+            page_size=args.page_size,
+            checkpoint_tokens=policy.grids.checkpoint_tokens,
+            needs_state=True,
+            free_kv=pools.token_allocator.free,
+            free_state=pools.req_pool.mamba_allocator.free,
+        )
+    slots = RequestSlots(pools.req_pool, num_track_entries=policy.num_entries if policy else 0)
+    memory = RequestMemory(slots=slots, allocator=pools.token_allocator, tree=tree, policy=policy)
+    return memory, policy
+
+
+def _load_decode(args: ServerArgs) -> Decode | None:
+    """Text of token ids, for stop strings; None without a tokenizer."""
+    if args.skip_tokenizer_init:
+        return None
+    from sglang.srt.managers.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(args.tokenizer_path)
+    return lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def _info(
+    args: ServerArgs,
+    model_config: ModelConfig,
+    plan: MemoryPlan,
+    memory: RequestMemory,
+    max_req_len: int,
+) -> dict:
+    """Effective sizes, JSON-compatible; known from start to end."""
+    return {
+        "max_req_input_len": max_req_len - 1,
+        "max_req_len": max_req_len,
+        "max_total_num_tokens": plan.max_total_num_tokens,
+        "max_running_requests": plan.max_running_requests,
+        "context_length": min(plan.context_length, max_req_len),
+        "model_context_length": model_config.max_position_embeddings,
+        "vocab_size": model_config.vocab_size,
+        "dtype": args.dtype,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "mamba_ssm_dtype": plan.ssm_dtype,
+        "num_state_slots": plan.num_state_slots,
+        "verify_scratch_bytes": plan.verify_scratch_bytes,
+        "lossless_bytes_freed": plan.lossless_bytes_freed,
+        "lossless_verify": args.enable_linear_lossless_verify,
+        "device": args.device,
+        "device_memory_gb": args.device_memory_gb,
+        "memory_plan": plan.to_dict(),
+    }
