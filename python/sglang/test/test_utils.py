@@ -51,10 +51,11 @@ def _cleaned_up_set_up_class(original: Callable[[type], None]) -> Callable[[type
         try:
             original(cls)
         except BaseException:
-            cls.tearDownClass()
+            # Called through super() it is not the outermost; that one cleans up, once.
+            if cls.setUpClass.__func__ is set_up_class:
+                cls.tearDownClass()
             raise
 
-    set_up_class._cleans_up = True  # type: ignore[attr-defined]
     return set_up_class
 
 
@@ -68,7 +69,7 @@ class CustomTestCase(unittest.TestCase):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = cls.__dict__.get("setUpClass")
-        if isinstance(own, classmethod) and "_cleans_up" not in vars(own.__func__):
+        if isinstance(own, classmethod):
             cls.setUpClass = classmethod(_cleaned_up_set_up_class(own.__func__))  # type: ignore[assignment]
 
     def _callTestMethod(self, method: Callable[[], Any]) -> None:
