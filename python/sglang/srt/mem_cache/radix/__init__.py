@@ -1,0 +1,1 @@
+"""Parts of the prefix tree: token keys, nodes, recency queues."""
