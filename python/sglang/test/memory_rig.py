@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.pool.req_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.req_kv import ReqKV
 from sglang.srt.mem_cache.request_memory import RequestMemory
+from sglang.srt.mem_cache.request_slots import RequestSlots
 from sglang.srt.mem_cache.track import (
     TrackGrids,
     TrackPolicy,
@@ -128,8 +129,8 @@ class MemoryRig:
         self.tree = self._build_tree() if config.radix else None
         self.host = self.build_host()
         self.memory = self.memory_type(
-            req_to_token_pool=self.pool,
-            token_allocator=self.allocator,
+            slots=RequestSlots(self.pool),
+            allocator=self.allocator,
             tree=self.tree,
             policy=self.policy,
             host=self.host,

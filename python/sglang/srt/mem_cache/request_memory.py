@@ -14,7 +14,7 @@ import numpy as np
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.integrity import IntegrityError
 from sglang.srt.mem_cache.memory_books import HeldRow, MemoryBooks
-from sglang.srt.mem_cache.pool.req_pool import HasKV, ReqToTokenPool
+from sglang.srt.mem_cache.pool.req_pool import HasKV
 from sglang.srt.mem_cache.radix.node import TOKEN_BYTES, TreeNode, token_key
 from sglang.srt.mem_cache.radix_cache import NO_SLOTS, MatchResult, RadixCache
 from sglang.srt.mem_cache.request_slots import RequestSlots
@@ -28,23 +28,22 @@ if TYPE_CHECKING:
 class RequestMemory:
     """Admission, growth, state tracking and release of requests.
 
-    req_to_token_pool  rows and state slots of requests
-    token_allocator    KV pages
-    tree               prefix cache, or None with ``--disable-radix-cache``
-    policy             how checkpoint states are kept; None without a tree or recurrent layers
-    host               host tier behind the tree, or None
+    slots      rows and state slots of requests
+    allocator  KV pages
+    tree       prefix cache, or None with ``--disable-radix-cache``
+    policy     how checkpoint states are kept; None without a tree or without recurrent layers
+    host       host tier behind the tree, or None
     """
 
     def __init__(
         self,
         *,
-        req_to_token_pool: ReqToTokenPool,
-        token_allocator: PagedTokenToKVPoolAllocator,
+        slots: RequestSlots,
+        allocator: PagedTokenToKVPoolAllocator,
         tree: RadixCache | None,
         policy: TrackPolicy | None,
         host: HierarchicalCache | None = None,
     ) -> None:
-        slots, allocator = RequestSlots(req_to_token_pool), token_allocator
         if tree is not None and tree.page_size != allocator.page_size:
             raise ValueError(f"tree pages {tree.page_size} differ from {allocator.page_size}")
         wanted = policy.num_entries if policy is not None else 0
