@@ -15,7 +15,7 @@ TEST_ENV := $(if $(OWN_ENV),$(VENV)/.ready-test)
 DEV_ENV := $(if $(OWN_ENV),$(VENV)/.ready-dev)
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --constraint scripts/constraints.txt
 
-.PHONY: help demo test test-long check format lint types gates unit args-doc docs clean
+.PHONY: help demo test test-long test-cuda test-amd check format lint types gates unit args-doc clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,12 @@ test: $(TEST_ENV) ## every test that needs no GPU
 
 test-long: $(TEST_ENV) ## the same and the long ones
 	@$(PY) test/run_suite.py --backend cpu --nightly
+
+test-cuda: $(TEST_ENV) ## tests registered for an NVIDIA GPU
+	@$(PY) test/run_suite.py --backend cuda
+
+test-amd: $(TEST_ENV) ## tests registered for an AMD GPU
+	@$(PY) test/run_suite.py --backend amd
 
 check: format lint types gates unit ## what CI runs first
 

@@ -23,6 +23,7 @@ from sglang.srt.arg_groups.mamba_hook import handle_mamba_radix_cache
 from sglang.srt.arg_groups.model_hook import handle_model
 from sglang.srt.arg_groups.not_in_this_build import refuse_what_is_not_in_this_build
 from sglang.srt.arg_groups.speculative_hook import handle_speculative_decoding
+from sglang.srt.installation import refuse_stock_sglang
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -63,10 +64,12 @@ def run_resolution_pipeline(server_args: ServerArgs) -> ServerArgs:
 
     The record passed in is not changed; a resolved one is returned as it is. With a placeholder
     for a model path only the values by themselves are checked.
-    Raises: ValueError naming the flag, its value and the way out.
+    Raises: ValueError naming the flag, its value and the way out; RuntimeError if stock SGLang is
+    installed in the same environment.
     """
     if server_args.is_resolved:
         return server_args
+    refuse_stock_sglang()
     resolved = replace(server_args)
     if server_args.model_path in PLACEHOLDER_MODELS:
         resolved = run_hook(check_values, resolved)
