@@ -1,0 +1,7 @@
+"""`python -m sglang.cli`."""
+
+import sys
+
+from sglang.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,367 @@
+"""Tokenizes requests, hands them to the scheduler and routes its outputs back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import Any, Protocol
+
+import msgspec
+
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.detokenizer_manager import DetokenizerState
+from sglang.srt.managers.errors import RequestError, unavailable
+from sglang.srt.managers.front_end_config import FrontEndConfig
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenIDOutput,
+    FromScheduler,
+    SchedulerStats,
+    TokenizedGenerateReqInput,
+    TokenOutput,
+    ToScheduler,
+)
+from sglang.srt.managers.metrics import ServerMetrics
+from sglang.srt.managers.request_state import GenerateReqInput, ReqState, RequestGroup
+from sglang.srt.managers.tokenizer import NoTokenizer, Tokenizer
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Link(Protocol):
+    """The way to the scheduler."""
+
+    def send(self, message: ToScheduler) -> None:
+        """Queue one message; never blocks."""
+
+
+def new_rid() -> str:
+    """A fresh request id."""
+    return uuid.uuid4().hex
+
+
+class TokenizerManager:
+    """Owner of the table of running requests. All methods belong to the event-loop thread.
+
+    `info` is the scheduler's ReadyOutput, {} until then; `stats` its latest figures.
+    """
+
+    def __init__(
+        self, config: FrontEndConfig, tokenizer: Tokenizer | NoTokenizer, link: Link
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.metrics = ServerMetrics(config.served_model_name)
+        self.info: dict[str, Any] = {}
+        self.stats = SchedulerStats()
+        self.last_seen = time.monotonic()
+        self.refusal: RequestError | None = unavailable("the model is still loading")
+        self._link = link
+        self._running: dict[str, tuple[ReqState, RequestGroup]] = {}
+        self._calls: dict[str, asyncio.Future[Any]] = {}
+
+    # --- requests -------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Sequences not yet ended."""
+        return len(self._running)
+
+    def sampling_params(
+        self, given: dict[str, Any], *, field_names: dict[str, str] | None = None
+    ) -> SamplingParams:
+        """Parameters from native names and values; the model's defaults fill what is unset.
+
+        Raises: RequestError 400 for a wrong type, naming the field as the client knows it.
+        """
+        merged = {**self.config.sampling_defaults, **given}
+        try:
+            return msgspec.convert(merged, SamplingParams)
+        except msgspec.ValidationError as error:
+            raise _type_error(str(error), field_names or {}) from error
+
+    def start(self, rid: str, inputs: list[GenerateReqInput]) -> RequestGroup:
+        """Check all, then send all: a fault in one means that none has started.
+
+        Raises: RequestError.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+        self._check_queue(len(inputs))
+        prepared = [self._prepare(obj, index) for index, obj in enumerate(inputs)]
+        group = RequestGroup(rid, [state for state, _ in prepared], abandon=self._abandon)
+        for state, _ in prepared:
+            self._running[state.rid] = (state, group)
+        if len({state.rid for state in group.states}) != len(prepared):
+            self._abandon(group)
+            raise RequestError("the rids of one request must differ", param="rid")
+        for _, message in prepared:
+            self._link.send(message)
+        return group
+
+    def abort(self, *, rid: str = "", abort_all: bool = False) -> None:
+        """Ask the scheduler to end requests; they end with finish type "abort"."""
+        if abort_all:
+            self._link.send(AbortReq(abort_all=True, reason="aborted by request"))
+            return
+        for state, group in list(self._running.values()):
+            if rid in (state.rid, group.rid):
+                self._link.send(AbortReq(state.rid, reason="aborted by request"))
+
+    def _abandon(self, group: RequestGroup) -> None:
+        """Forget the group's sequences; those still running are aborted."""
+        for state in group.states:
+            if self._running.pop(state.rid, None) is not None and not state.is_done:
+                self._link.send(AbortReq(state.rid, reason="the client went away"))
+                self.metrics.on_end(seconds=state.e2e_latency_s, aborted=True)
+
+    def fail_all(self, error: RequestError) -> None:
+        """End every request and call with `error`, and refuse new ones with it."""
+        self.refusal = error
+        running, self._running = self._running, {}
+        for state, group in running.values():
+            state.error = error
+            group.notify(state)
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if not call.done():
+                call.set_exception(error)
+
+    # --- preparation ----------------------------------------------------------------------
+
+    def _check_queue(self, num_new: int) -> None:
+        limit = self.config.max_queued_requests
+        if limit is None:
+            return
+        capacity = limit + int(self.info.get("max_running_requests", 0))
+        if self.num_running + num_new > capacity:
+            raise unavailable(
+                f"the queue is full: {self.num_running} requests are running or waiting, "
+                f"--max-queued-requests allows {capacity} in total",
+                code="queue_full",
+                retry_after_s=1,
+            )
+
+    def _prepare(
+        self, obj: GenerateReqInput, index: int
+    ) -> tuple[ReqState, TokenizedGenerateReqInput]:
+        if obj.rid in self._running:
+            raise RequestError(f"rid {obj.rid!r} is already running", param="rid")
+        params = msgspec.structs.replace(obj.sampling_params, n=1)
+        params.normalize()
+        try:
+            params.verify(self.config.vocab_size)
+        except ValueError as error:
+            raise _value_error(str(error), obj.field_names) from error
+        input_ids = self._fit_prompt(obj, self._input_ids(obj))
+        asked = params.max_new_tokens
+        scoring_only = asked == 0
+        if scoring_only and not (obj.echo or (obj.return_logprob and obj.logprob_start_len >= 0)):
+            name = obj.field_names.get("max_new_tokens", "max_new_tokens")
+            raise RequestError(
+                f"{name} 0 is for scoring a prompt: ask for its logprobs or echo, or give at "
+                f"least 1",
+                param=name,
+            )
+        remaining = self._max_request_len() - len(input_ids)
+        params.max_new_tokens = max(1, min(remaining if asked is None else asked, remaining))
+        params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
+        self._check_logprobs(obj, len(input_ids))
+        state = ReqState(
+            rid=obj.rid,
+            index=index,
+            prompt_ids=input_ids,
+            detokenizer=self._detokenizer(params, input_ids),
+        )
+        state.scoring_only = scoring_only
+        if not params.ignore_eos:
+            params.stop_token_ids = sorted(
+                self.config.eos_token_ids.union(params.stop_token_ids or ())
+            )
+        message = TokenizedGenerateReqInput(
+            rid=obj.rid,
+            input_ids=input_ids,
+            sampling_params=params,
+            return_logprob=obj.return_logprob,
+            logprob_start_len=obj.logprob_start_len,
+            top_logprobs_num=obj.top_logprobs_num,
+            token_ids_logprob=obj.token_ids_logprob,
+            priority=obj.priority,
+            stream=obj.stream,
+        )
+        return state, message
+
+    def _detokenizer(self, params: SamplingParams, input_ids: list[int]) -> DetokenizerState:
+        decoder = self.tokenizer.incremental_decoder(
+            skip_special_tokens=params.skip_special_tokens, context_ids=input_ids[-8:]
+        )
+        stops = params.stop if isinstance(params.stop, list) else []
+        return DetokenizerState(decoder, stop_strings=stops, no_stop_trim=params.no_stop_trim)
+
+    def _input_ids(self, obj: GenerateReqInput) -> list[int]:
+        if obj.input_ids is None:
+            ids = self._encode(obj)
+        else:
+            ids = obj.input_ids
+            vocab_size = self.config.vocab_size
+            bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+            if bad is not None:
+                raise RequestError(
+                    f"{obj.prompt_field} has the token id {bad}, allowed are 0 to {vocab_size - 1}",
+                    param=obj.prompt_field,
+                )
+        if not ids:
+            raise RequestError(
+                f"{obj.prompt_field} is empty: at least one token is needed",
+                param=obj.prompt_field,
+            )
+        return ids
+
+    def _encode(self, obj: GenerateReqInput) -> list[int]:
+        try:
+            return self.tokenizer.encode(obj.text or "", add_special_tokens=obj.add_special_tokens)
+        except ValueError as error:
+            raise RequestError(str(error), param=obj.prompt_field) from error
+
+    def _max_request_len(self) -> int:
+        """Positions one request can have: the longest prompt served, and one token after it."""
+        return min(self.config.context_length, int(self.info["max_req_input_len"]) + 1)
+
+    def _fit_prompt(self, obj: GenerateReqInput, ids: list[int]) -> list[int]:
+        longest = self._max_request_len() - 1
+        if len(ids) <= longest:
+            return ids
+        if self.config.allow_auto_truncate:
+            logger.warning("rid %s: prompt of %d cut to %d tokens", obj.rid, len(ids), longest)
+            return ids[-longest:]
+        raise RequestError(
+            f"{obj.prompt_field} has {len(ids)} tokens, the longest prompt this server can run "
+            f"has {longest}; shorten it, or start the server with --allow-auto-truncate",
+            param=obj.prompt_field,
+            code="context_length_exceeded",
+        )
+
+    def _check_logprobs(self, obj: GenerateReqInput, num_prompt: int) -> None:
+        if obj.top_logprobs_num < 0 or obj.top_logprobs_num > min(self.config.vocab_size, 1024):
+            raise RequestError(
+                f"top_logprobs_num must be in [0, 1024], got {obj.top_logprobs_num}",
+                param=obj.field_names.get("top_logprobs_num", "top_logprobs_num"),
+            )
+        if obj.return_logprob and not -1 <= obj.logprob_start_len < num_prompt:
+            raise RequestError(
+                f"logprob_start_len must be in [-1, {num_prompt - 1}], got {obj.logprob_start_len}",
+                param="logprob_start_len",
+            )
+        for token_id in obj.token_ids_logprob or ():
+            if not 0 <= token_id < self.config.vocab_size:
+                raise RequestError(
+                    f"token_ids_logprob must be in [0, {self.config.vocab_size - 1}], got "
+                    f"{token_id}",
+                    param="token_ids_logprob",
+                )
+
+    # --- the scheduler's side -------------------------------------------------------------
+
+    async def call(self, kind: type, *, timeout_s: float) -> Any:
+        """Send `kind(req_id)` and wait for the answer with that id.
+
+        Raises: RequestError 503 when there is none in time.
+        """
+        if self.refusal is not None and not self.info:
+            raise self.refusal
+        req_id = new_rid()
+        future = asyncio.get_running_loop().create_future()
+        self._calls[req_id] = future
+        try:
+            self._link.send(kind(req_id))
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise unavailable(f"the scheduler gave no answer within {timeout_s:g} s") from None
+        finally:
+            self._calls.pop(req_id, None)
+
+    def handle(self, message: FromScheduler) -> None:
+        """Take one message from the scheduler."""
+        self.last_seen = time.monotonic()
+        if isinstance(message, BatchTokenIDOutput):
+            for out in message.items:
+                self._handle_output(out, self.last_seen)
+            if message.stats is not None:
+                self.stats = message.stats
+                self.metrics.on_stats(message.stats)
+        elif isinstance(message, io_struct.ReadyOutput):
+            self.info = message.info
+            self.refusal = None
+        elif isinstance(message, io_struct.FatalErrorOutput):
+            self.fail_all(unavailable(f"the scheduler stopped: {message.message}"))
+        else:
+            future = self._calls.pop(message.req_id, None)
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    def _handle_output(self, out: TokenOutput, now: float) -> None:
+        entry = self._running.get(out.rid)
+        if entry is None:
+            return
+        state, group = entry
+        state.update(out)
+        if out.new_token_ids:
+            self._measure(state, out, now)
+        if state.finish_reason is not None:
+            state.finished_at = now
+            del self._running[out.rid]
+            aborted = state.finish_reason.type == "abort"
+            self.metrics.on_end(seconds=state.e2e_latency_s, aborted=aborted)
+            state.error = _refused(state)
+        group.notify(state)
+
+    def _measure(self, state: ReqState, out: TokenOutput, now: float) -> None:
+        num_new = len(out.new_token_ids)
+        if state.last_token_at is None:
+            state.first_token_at = now
+            self.metrics.on_first_token(
+                seconds=now - state.created,
+                queue_seconds=out.queue_time_s,
+                prompt_tokens=state.prompt_tokens,
+                cached_tokens=state.cached_tokens,
+            )
+            self.metrics.on_tokens(num_new, None)
+        else:
+            self.metrics.on_tokens(num_new, (now - state.last_token_at) / num_new)
+        state.last_token_at = now
+
+
+def _refused(state: ReqState) -> RequestError | None:
+    """The error of a request that the scheduler refused before its first token."""
+    reason = state.finish_reason
+    if reason is None or reason.type != "abort" or reason.status_code in (None, 499):
+        return None
+    if state.output_ids and reason.status_code < 500:
+        return None
+    return RequestError(
+        reason.message or "the scheduler refused the request",
+        status=reason.status_code,
+        code="refused" if reason.status_code < 500 else "unavailable",
+        param=reason.matched if isinstance(reason.matched, str) else None,
+        retry_after_s=1 if reason.status_code in (429, 503) else None,
+    )
+
+
+def _value_error(text: str, field_names: dict[str, str]) -> RequestError:
+    """`text` begins with the native name of the field at fault."""
+    native, _, rest = text.partition(" ")
+    name = field_names.get(native, native)
+    return RequestError(f"{name} {rest}", param=name)
+
+
+def _type_error(text: str, field_names: dict[str, str]) -> RequestError:
+    """msgspec says what is wrong and, as `$.name`, where."""
+    what, _, where = text.partition(" - at `$.")
+    native = where.rstrip("`").split("[")[0].split(".")[0]
+    if not native and "`" in what:
+        native = what.split("`")[1]
+    name = field_names.get(native, native)
+    return RequestError(f"{name}: {what}" if name else what, param=name or None)
