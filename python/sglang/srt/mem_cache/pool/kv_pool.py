@@ -5,21 +5,9 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.mem_cache.integrity import IntegrityError
-from sglang.srt.mem_cache.state_layout import TensorSpec
+from sglang.srt.mem_cache.tensor_lists import kv_tensor_specs
 
 _BYTE_STORED = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def kv_tensor_specs(
-    *, size: int, page_size: int, dtype: str, head_num: int, head_dim: int, layer_num: int
-) -> list[TensorSpec]:
-    """Every tensor of a KV pool: one K and one V buffer per layer."""
-    shape = (size + page_size, head_num, head_dim)
-    return [
-        TensorSpec(f"{side}_buffer.{layer}", shape, dtype)
-        for side in ("k", "v")
-        for layer in range(layer_num)
-    ]
 
 
 class MHATokenToKVPool:

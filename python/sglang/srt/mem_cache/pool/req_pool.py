@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.integrity import HostSlotList, IntegrityError
 from sglang.srt.mem_cache.pool.mamba_pool import MambaPool
 from sglang.srt.mem_cache.state_layout import TensorSpec
+from sglang.srt.mem_cache.tensor_lists import num_track_entries, req_tensor_specs
 
 if TYPE_CHECKING:
     from sglang.srt.configs.mamba_utils import BaseLinearStateParams
@@ -29,26 +30,6 @@ class DisabledSideState:
     intermediate_conv_state = None
     context = None
     intermediate_context = None
-
-
-def req_tensor_specs(
-    *, size: int, max_context_len: int, hybrid: bool = True, track_entries: int = 0
-) -> list[TensorSpec]:
-    """Every device tensor of a request pool, without its state pool."""
-    specs = [TensorSpec("req_to_token", (size + 1, max_context_len), "int32")]
-    if hybrid:
-        specs.append(TensorSpec("req_index_to_mamba_index_mapping", (size + 1,), "int32"))
-    if track_entries:
-        name = "req_index_to_mamba_ping_pong_mapping"
-        specs.append(TensorSpec(name, (size + 1, track_entries), "int64"))
-    return specs
-
-
-def num_track_entries(*, extra_buffer: bool, lazy: bool, overlap: bool) -> int:
-    """Track slots a request may own: a pair where one is written while the other is kept."""
-    if not extra_buffer:
-        return 0
-    return 2 if overlap or lazy else 1
 
 
 class ReqToTokenPool:

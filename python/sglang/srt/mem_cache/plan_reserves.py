@@ -1,0 +1,80 @@
+"""Memory that is set aside before pools are sized: activations, captured graphs, the runtime itself.
+
+These are estimates, not measurements; every one is a line of the plan. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang.srt.configs.linear_state import dtype_bytes
+from sglang.srt.configs.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+MIB = 1 << 20
+CUDA_RUNTIME_BYTES = 1024 * MIB
+"""CUDA context, cuBLAS and Triton workspaces, allocator fragmentation; a guess."""
+CPU_RUNTIME_BYTES = 300 * MIB
+"""Interpreter, torch and tokenizer; a guess."""
+BYTES_PER_GRAPH = 2 * MIB
+"""Kernel nodes and parameters of one captured graph; a guess."""
+ACTIVATION_SLACK = 1.25
+CHUNK_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class ReserveLine:
+    """One amount set aside, with what it is for."""
+
+    name: str
+    nbytes: int
+    note: str
+
+
+def activation_bytes_per_token(config: ModelConfig, dtype: str, tp_size: int) -> int:
+    """Peak live activations of one token inside the widest layer of one rank."""
+    width = dtype_bytes(dtype)
+    attention = (
+        2 * config.num_attention_heads * config.head_dim * 2
+        + 2 * config.num_key_value_heads * config.head_dim
+    ) // tp_size
+    linear = 2 * (config.conv_dim + 2 * config.value_dim) // tp_size
+    # fp32 chunk kernels keep one state per chunk and several copies of q, k and v.
+    state = (
+        config.linear_num_value_heads * config.linear_value_head_dim * config.linear_key_head_dim
+    )
+    chunk = (4 * state // CHUNK_TOKENS + 4 * (config.conv_dim + config.value_dim)) // tp_size
+    if config.num_experts:
+        mlp = config.num_experts_per_tok * (3 * config.moe_intermediate_size + config.hidden_size)
+        mlp += 3 * config.shared_expert_intermediate_size
+    else:
+        mlp = 3 * config.intermediate_size
+    widest = max(width * attention, width * linear + chunk, width * mlp // tp_size)
+    return 3 * width * config.hidden_size + widest
+
+
+def runtime_reserves(
+    config: ModelConfig, args: ServerArgs, *, max_running: int, draft_tokens: int | None
+) -> tuple[ReserveLine, ...]:
+    """Memory outside ``--mem-fraction-static``: activations, logits, graphs, runtime."""
+    rows = max_running * (draft_tokens or 1)
+    chunk = args.chunked_prefill_size
+    chunk_tokens = args.max_prefill_tokens if chunk < 0 else min(chunk, args.max_prefill_tokens)
+    per_token = activation_bytes_per_token(config, args.dtype, args.tp_size)
+    activations = int(ACTIVATION_SLACK * per_token * max(chunk_tokens, rows))
+    logits = 2 * rows * config.vocab_size * dtype_bytes("float32")
+    lines = [
+        ReserveLine("activations", activations, f"{max(chunk_tokens, rows)} rows, estimate"),
+        ReserveLine("logits", logits, f"{rows} rows in fp32 and their probabilities"),
+    ]
+    if args.device == "cpu":
+        return (*lines, ReserveLine("runtime", CPU_RUNTIME_BYTES, "interpreter and torch, guess"))
+    if not args.disable_cuda_graph:
+        graphs = args.cuda_graph_bs or []
+        captured = max(graphs, default=0) * (draft_tokens or 1) * per_token
+        nbytes = len(graphs) * BYTES_PER_GRAPH * (2 if draft_tokens else 1) + captured
+        lines.append(ReserveLine("graph capture", nbytes, f"{len(graphs)} batch sizes, estimate"))
+    return (*lines, ReserveLine("runtime", CUDA_RUNTIME_BYTES, "context and workspaces, guess"))
