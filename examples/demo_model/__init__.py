@@ -1,0 +1,1 @@
+"""Training program of the bundled demo model and its two drafters."""
