@@ -125,7 +125,9 @@ def test_second_turn_resumes_from_the_tracked_state(checkpoint, lossless):
         return first, engine.ids(rid), engine.last(rid).cached_tokens
 
     warm_first, warm, cached = follow_up()
-    cold_first, cold, none = follow_up(disable_radix_cache=True)
+    cold_first, cold, none = follow_up(
+        disable_radix_cache=True, mamba_radix_cache_strategy="auto"
+    )
     assert cached == 512 and none == 0
     assert warm_first == cold_first and warm == cold
 
@@ -133,20 +135,15 @@ def test_second_turn_resumes_from_the_tracked_state(checkpoint, lossless):
 def test_commit_before_track_is_caught(checkpoint, monkeypatch):
     """Control: advancing in place first stores a different track state, and the pair shows it."""
     replay = hybrid_linear_attn_backend._reconstruct_ssm_from_tuples
-    pending = []
 
-    def late_track(*args):
-        dest = args[7] if len(args) > 7 else None
-        if dest is not None:
-            pending.append(args)
-            return
-        replay(*args)
-        while pending:
-            replay(*pending.pop())
+    def in_place_first(ssm, u, k, g, rows, slots, steps, track_slots, track_steps):
+        replay(ssm, u, k, g, rows, slots, steps)
+        if track_slots is not None:
+            replay(ssm, u, k, g, rows, slots, track_steps, track_slots)
 
     texts = prompts(8)
     _, default, lossless = run_pair(checkpoint, texts, 160)
-    monkeypatch.setattr(hybrid_linear_attn_backend, "_reconstruct_ssm_from_tuples", late_track)
+    monkeypatch.setattr(hybrid_linear_attn_backend, "commit_tuples", in_place_first)
     with pytest.raises(AssertionError, match="temporal"):
         lockstep(default, lossless)
 

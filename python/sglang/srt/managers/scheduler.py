@@ -212,7 +212,7 @@ class Scheduler:
         plan = DecodePlan(
             reqs=reqs,
             draft_token_num=width,
-            track_slots=self._memory.track_slots_for_decode(reqs),
+            track_slots=[self._memory.track_slot_for_decode(r) for r in reqs],
         )
         result = self._worker.decode(plan)
         self._commit(reqs, result, verified=width > 1)

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.bundled import resolve_model_path
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.finish import Decode
 from sglang.srt.managers.request_factory import RequestFactory
 from sglang.srt.managers.schedule_policy import PrefillPolicy
 from sglang.srt.managers.scheduler import Scheduler, Send
 from sglang.srt.managers.scheduler_metrics import SchedulerMetrics
+from sglang.srt.managers.tokenizer import Tokenizer
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.memory_plan import MemoryPlan, Pools, build_pools, check_allocated
 from sglang.srt.mem_cache.planner import make_plan
@@ -152,7 +154,7 @@ def _build_memory(
             free_kv=pools.token_allocator.free,
             free_state=pools.req_pool.mamba_allocator.free,
         )
-    slots = RequestSlots(pools.req_pool, num_track_entries=policy.num_entries if policy else 0)
+    slots = RequestSlots(pools.req_pool)
     memory = RequestMemory(slots=slots, allocator=pools.token_allocator, tree=tree, policy=policy)
     return memory, policy
 
@@ -161,10 +163,7 @@ def _load_decode(args: ServerArgs) -> Decode | None:
     """Text of token ids, for stop strings; None without a tokenizer."""
     if args.skip_tokenizer_init:
         return None
-    from sglang.srt.managers.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(args.tokenizer_path)
-    return lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip)
+    return Tokenizer(resolve_model_path(args.tokenizer_path)).decode
 
 
 def _info(
