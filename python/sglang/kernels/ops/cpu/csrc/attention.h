@@ -1,0 +1,83 @@
+// Attention of single rows over a paged KV pool. Keys are taken in blocks of 16 positions counted
+// from position 0, so a row's bits depend on its position and context alone.
+#pragma once
+
+#include "pool.h"
+#include "vec.h"
+
+namespace sgl {
+
+struct Kv {
+  void* k;  // [slots, Nkv, d], slot stride in elements
+  void* v;
+  int64_t slot_stride;
+  int64_t num_slots;
+  int64_t is_bf16;
+};
+
+struct AttentionShape {
+  int64_t heads, kv_heads, head_dim;
+  float scale;
+};
+
+constexpr int kMaxGroup = 16;    // query heads per KV head
+constexpr int kMaxHeadDim = 256;
+
+static inline void score_block(const vf* acc, int count, float scale, float* m, vf* p, float* fix) {
+  vf s = sum_rows(acc) * scale;
+  vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  vi inside = lane < (vi{} + count);
+  s = inside ? s : splat(-INFINITY);
+  const float top = hmax(s);
+  const float next = top > *m ? top : *m;
+  *fix = *m == next ? 1.0f : (*m == -INFINITY ? 0.0f : vexp(splat(*m - next))[0]);
+  *p = inside ? vexp(s - next) : vf{};
+  *m = next;
+}
+
+// One row, one KV head: q [G, d] -> out [G, d]; the row sees positions 0 .. last.
+template <class T>
+static void attend_row(const AttentionShape& shape, const Kv& kv, int64_t kv_head,
+                       const int32_t* slots, int64_t last, const float* q, int64_t ldq, float* out,
+                       int64_t ldo) {
+  const int d = int(shape.head_dim), vecs = d / kLanes;
+  const int group = int(shape.heads / shape.kv_heads);
+  const T* keys = static_cast<const T*>(kv.k) + kv_head * d;
+  const T* values = static_cast<const T*>(kv.v) + kv_head * d;
+  alignas(64) float o[kMaxGroup * kMaxHeadDim];
+  float m[kMaxGroup], total[kMaxGroup];
+  for (int h = 0; h < group; ++h) {
+    m[h] = -INFINITY;
+    total[h] = 0.0f;
+    std::memset(o + h * d, 0, sizeof(float) * d);
+  }
+  for (int64_t p0 = 0; p0 <= last; p0 += kLanes) {
+    const int count = int(last - p0 + 1 < kLanes ? last - p0 + 1 : kLanes);
+    int64_t at[kLanes];
+    for (int j = 0; j < count; ++j) at[j] = int64_t(slots[p0 + j]) * kv.slot_stride;
+    for (int h = 0; h < group; ++h) {
+      vf acc[kLanes], p;
+      for (int j = 0; j < kLanes; ++j) acc[j] = vf{};
+      const float* qh = q + h * ldq;
+      for (int j = 0; j < count; ++j)
+        for (int i = 0; i < vecs; ++i)
+          acc[j] = fma(load(keys + at[j] + i * kLanes), load(qh + i * kLanes), acc[j]);
+      float fix;
+      score_block(acc, count, shape.scale, &m[h], &p, &fix);
+      total[h] = fma(total[h], fix, hsum(p));
+      float* oh = o + h * d;
+      for (int i = 0; i < vecs; ++i) {
+        vf sum = load(oh + i * kLanes) * fix;
+        for (int j = 0; j < count; ++j)
+          sum = fma(load(values + at[j] + i * kLanes), splat(p[j]), sum);
+        store(oh + i * kLanes, sum);
+      }
+    }
+  }
+  for (int h = 0; h < group; ++h) {
+    const float inverse = 1.0f / total[h];
+    for (int i = 0; i < d; i += kLanes) store(out + h * ldo + i, load(o + h * d + i) * inverse);
+  }
+}
+
+}  // namespace sgl

@@ -1,0 +1,132 @@
+// y[t, n] = sum over k, ascending, one fma each, of x[t, k] * w[n, k]. The order does not depend on
+// the number of rows or on tiling, so a row's bits are the same in every call.
+// Weights are packed in panels [N / 64, K, 64].
+#pragma once
+
+#include <vector>
+
+#include "pool.h"
+#include "vec.h"
+
+namespace sgl {
+
+constexpr int kPanel = 64;
+constexpr int kVecs = kPanel / kLanes;
+
+struct Linear {
+  const void* weight;
+  const float* bias;  // [N] or null
+  int64_t rows;       // N
+  int64_t cols;       // K
+  int64_t is_bf16;
+};
+
+template <class W>
+static void pack(W* storage, int64_t rows, int64_t cols) {
+  std::vector<W> panel(size_t(kPanel) * cols);
+  for (int64_t n0 = 0; n0 < rows; n0 += kPanel) {
+    W* at = storage + n0 * cols;
+    std::memcpy(panel.data(), at, sizeof(W) * panel.size());
+    for (int64_t n = 0; n < kPanel; ++n)
+      for (int64_t k = 0; k < cols; ++k) at[k * kPanel + n] = panel[n * cols + k];
+  }
+}
+
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 6;   // 6 x 4 accumulators, 4 weights and a broadcast in 32 registers
+constexpr int kTileVecs = 4;
+#else
+constexpr int kMaxRows = 4;
+constexpr int kTileVecs = 1;
+#endif
+
+// R rows times NV * 16 columns of a panel, starting at column vector `first`.
+template <int R, int NV, class W>
+static inline void tile(const float* x, int64_t ldx, const W* panel, int first, int64_t cols,
+                        float* out) {
+  vf acc[R][NV];
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < NV; ++j) acc[r][j] = vf{};
+  const W* w = panel + first * kLanes;
+  for (int64_t k = 0; k < cols; ++k, w += kPanel) {
+    __builtin_prefetch(w + 24 * kPanel);
+    vf wv[NV];
+    for (int j = 0; j < NV; ++j) wv[j] = load(w + j * kLanes);
+    for (int r = 0; r < R; ++r) {
+      vf xv = splat(x[r * ldx + k]);
+      for (int j = 0; j < NV; ++j) acc[r][j] = fma(wv[j], xv, acc[r][j]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < NV; ++j) store(out + r * kPanel + (first + j) * kLanes, acc[r][j]);
+}
+
+// out [rows, 64], rows <= kMaxRows
+template <class W>
+static inline void panel_rows(const float* x, int64_t ldx, int rows, const W* panel, int64_t cols,
+                              float* out) {
+  for (int first = 0; first < kVecs; first += kTileVecs) {
+    switch (rows) {
+      case 1: tile<1, kTileVecs>(x, ldx, panel, first, cols, out); break;
+      case 2: tile<2, kTileVecs>(x, ldx, panel, first, cols, out); break;
+      case 3: tile<3, kTileVecs>(x, ldx, panel, first, cols, out); break;
+      case 4: tile<4, kTileVecs>(x, ldx, panel, first, cols, out); break;
+#if defined(__AVX512F__)
+      case 5: tile<5, kTileVecs>(x, ldx, panel, first, cols, out); break;
+      case 6: tile<6, kTileVecs>(x, ldx, panel, first, cols, out); break;
+#endif
+    }
+  }
+}
+
+enum Epilogue { kStore, kAdd };
+
+// Rows [row0, row1) of one panel: y = or y += x w^T + bias.
+template <class W>
+static void panel_block(const Linear& linear, int64_t panel, const float* x, int64_t ldx, float* y,
+                        int64_t ldy, int64_t row0, int64_t row1, Epilogue epilogue) {
+  const W* w = static_cast<const W*>(linear.weight) + panel * kPanel * linear.cols;
+  const int64_t n0 = panel * kPanel;
+  const int width = int(linear.rows - n0 < kPanel ? linear.rows - n0 : kPanel);
+  alignas(64) float out[kMaxRows * kPanel];
+  int64_t left = row1 - row0;
+  int64_t blocks = (left + kMaxRows - 1) / kMaxRows;
+  for (int64_t t = row0; t < row1; --blocks) {
+    int rows = int((row1 - t + blocks - 1) / blocks);
+    panel_rows(x + t * ldx, ldx, rows, w, linear.cols, out);
+    for (int r = 0; r < rows; ++r) {
+      float* to = y + (t + r) * ldy + n0;
+      const float* from = out + r * kPanel;
+      const float* bias = linear.bias ? linear.bias + n0 : nullptr;
+      for (int i = 0; i < width; ++i) {
+        float value = bias ? from[i] + bias[i] : from[i];
+        to[i] = epilogue == kAdd ? to[i] + value : value;
+      }
+    }
+    t += rows;
+  }
+}
+
+constexpr int64_t kRowTile = 192;  // rows whose inputs stay in the second-level cache, a guess
+
+static void linear(const Linear& weights, const float* x, int64_t ldx, int64_t rows, float* y,
+                   int64_t ldy, Epilogue epilogue) {
+  const int64_t panels = (weights.rows + kPanel - 1) / kPanel;
+  const int64_t tiles = (rows + kRowTile - 1) / kRowTile;
+  parallel_for(int(panels * tiles), [&](int index) {
+    int64_t row0 = (index / panels) * kRowTile, panel = index % panels;
+    int64_t row1 = row0 + kRowTile < rows ? row0 + kRowTile : rows;
+    if (weights.is_bf16)
+      panel_block<bf16>(weights, panel, x, ldx, y, ldy, row0, row1, epilogue);
+    else
+      panel_block<float>(weights, panel, x, ldx, y, ldy, row0, row1, epilogue);
+  });
+}
+
+template <class W>
+static inline void packed_row(const W* storage, int64_t cols, int64_t row, float* out) {
+  const W* at = storage + (row / kPanel) * kPanel * cols + row % kPanel;
+  for (int64_t k = 0; k < cols; ++k) out[k] = widen(at[k * kPanel]);
+}
+
+}  // namespace sgl

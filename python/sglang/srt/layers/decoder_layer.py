@@ -1,0 +1,92 @@
+"""One pre-norm decoder layer of a hybrid model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sglang.srt.configs.model_config import FULL_ATTENTION, ModelConfig
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.gated_attention import GatedAttention
+from sglang.srt.layers.gated_delta_net import GatedDeltaNet
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.mlp import DenseMLP
+from sglang.srt.layers.moe import SparseMoE
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class DecoderLayer(nn.Module):
+    """``x += mixer(norm(x)); x += mlp(norm(x))``, the mixer being full attention or GDN."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layer_id: int,
+        rotary: RotaryEmbedding,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_invariant: bool,
+    ) -> None:
+        super().__init__()
+        eps = config.rms_norm_eps
+        size = config.hidden_size
+        self.input_layernorm = RMSNorm(size, eps, unit_offset=True, device=device)
+        self.post_attention_layernorm = RMSNorm(size, eps, unit_offset=True, device=device)
+        self.mixer: GatedAttention | GatedDeltaNet
+        if config.layer_types[layer_id] == FULL_ATTENTION:
+            self.mixer = GatedAttention(
+                config,
+                layer_id=layer_id,
+                kv_layer=config.full_attention_layer_ids.index(layer_id),
+                rotary=rotary,
+                device=device,
+                dtype=dtype,
+                batch_invariant=batch_invariant,
+            )
+        else:
+            self.mixer = GatedDeltaNet(
+                config,
+                layer_id=layer_id,
+                device=device,
+                dtype=dtype,
+                batch_invariant=batch_invariant,
+            )
+        self.mlp = make_mlp(
+            config, layer_id, device=device, dtype=dtype, batch_invariant=batch_invariant
+        )
+
+    def forward(self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
+        """[T, H] residual stream in and out."""
+        x = x + self.mixer(self.input_layernorm(x), fb, backend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def make_mlp(
+    config: ModelConfig,
+    layer_id: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch_invariant: bool,
+) -> DenseMLP | SparseMoE:
+    if not config.is_moe_layer(layer_id):
+        return DenseMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            device=device,
+            dtype=dtype,
+            batch_invariant=batch_invariant,
+        )
+    return SparseMoE(
+        hidden_size=config.hidden_size,
+        num_experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        shared_intermediate_size=config.shared_expert_intermediate_size,
+        norm_topk_prob=config.norm_topk_prob,
+        device=device,
+        dtype=dtype,
+        batch_invariant=batch_invariant,
+    )

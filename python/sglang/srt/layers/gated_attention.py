@@ -1,0 +1,83 @@
+"""Full attention whose output is gated per head and dim."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import Linear
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class GatedAttention(nn.Module):
+    """``qkv_proj`` rows: per query head d query then d gate rows, then all keys, then all values.
+
+    Without ``attn_output_gate`` the gate rows do not exist.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layer_id: int,
+        kv_layer: int,
+        rotary: RotaryEmbedding,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_invariant: bool,
+    ) -> None:
+        super().__init__()
+        self.has_gate = config.attn_output_gate
+        head_dim = config.head_dim
+        self.attn = RadixAttention(
+            layer_id=layer_id,
+            kv_layer=kv_layer,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            scaling=head_dim**-0.5,
+        )
+        self.q_rows = config.num_attention_heads * head_dim * (2 if self.has_gate else 1)
+        self.kv_rows = config.num_key_value_heads * head_dim
+        self.qkv_proj = Linear(
+            config.hidden_size,
+            self.q_rows + 2 * self.kv_rows,
+            device=device,
+            dtype=dtype,
+            bias=config.attention_bias,
+            batch_invariant=batch_invariant,
+        )
+        self.o_proj = Linear(
+            config.num_attention_heads * head_dim,
+            config.hidden_size,
+            device=device,
+            dtype=dtype,
+            bias=config.attention_bias,
+            batch_invariant=batch_invariant,
+        )
+        eps = config.rms_norm_eps
+        self.q_norm = RMSNorm(head_dim, eps, unit_offset=True, device=device)
+        self.k_norm = RMSNorm(head_dim, eps, unit_offset=True, device=device)
+        self.rotary = rotary
+
+    def forward(self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
+        """[T, H] -> [T, H]; writes this call's keys and values."""
+        attn, num_rows = self.attn, x.shape[0]
+        q, k, v = self.qkv_proj(x).split((self.q_rows, self.kv_rows, self.kv_rows), dim=-1)
+        gate = None
+        q = q.view(num_rows, attn.num_heads, -1)
+        if self.has_gate:
+            q, gate = q.chunk(2, dim=-1)
+        k = k.view(num_rows, attn.num_kv_heads, attn.head_dim)
+        v = v.view(num_rows, attn.num_kv_heads, attn.head_dim)
+        q = self.rotary.rotate(self.q_norm(q), fb.positions)
+        k = self.rotary.rotate(self.k_norm(k), fb.positions)
+        out = backend.forward(q, k, v, attn, fb)
+        if gate is not None:
+            out = out * torch.sigmoid(gate)
+        return self.o_proj(out.reshape(num_rows, -1))

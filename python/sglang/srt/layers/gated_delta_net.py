@@ -1,0 +1,68 @@
+"""The Gated-DeltaNet mixer: projections, recurrence through a backend, gated norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.layernorm import GatedRMSNorm
+from sglang.srt.layers.linear import Linear
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class GatedDeltaNet(nn.Module):
+    """``in_proj`` rows: q | k | v (conv_dim), z (value_dim), b (HV), a (HV), each head by head."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layer_id: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_invariant: bool,
+    ) -> None:
+        super().__init__()
+        self.attn = RadixLinearAttention(
+            layer_id=layer_id,
+            num_k_heads=config.linear_num_key_heads,
+            num_v_heads=config.linear_num_value_heads,
+            head_k_dim=config.linear_key_head_dim,
+            head_v_dim=config.linear_value_head_dim,
+            conv_kernel_size=config.linear_conv_kernel_dim,
+            device=device,
+            dtype=torch.float32 if device.type == "cpu" else dtype,
+        )
+        heads = config.linear_num_value_heads
+        self.in_rows = (config.conv_dim, config.value_dim, heads, heads)
+        self.in_proj = Linear(
+            config.hidden_size,
+            sum(self.in_rows),
+            device=device,
+            dtype=dtype,
+            batch_invariant=batch_invariant,
+        )
+        self.norm = GatedRMSNorm(
+            config.linear_value_head_dim,
+            config.rms_norm_eps,
+            activation=config.output_gate_type,
+            device=device,
+        )
+        self.out_proj = Linear(
+            config.value_dim,
+            config.hidden_size,
+            device=device,
+            dtype=dtype,
+            batch_invariant=batch_invariant,
+        )
+
+    def forward(self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
+        """[T, H] -> [T, H]; advances or records the recurrent state as ``fb`` asks."""
+        num_rows = x.shape[0]
+        mixed_qkv, z, b, a = self.in_proj(x).split(self.in_rows, dim=-1)
+        out = backend.forward_linear(mixed_qkv, a, b, self.attn, fb)
+        gated = self.norm(out, z.view(num_rows, self.attn.num_v_heads, self.attn.head_v_dim))
+        return self.out_proj(gated.reshape(num_rows, -1))

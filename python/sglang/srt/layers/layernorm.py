@@ -1,0 +1,50 @@
+"""RMSNorm in its two weight conventions, and the gated norm of GDN outputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class RMSNorm(nn.Module):
+    """``x * rsqrt(mean(x^2) + eps) * scale`` over the last axis, in fp32, cast back at the end.
+
+    ``unit_offset`` selects ``scale = 1 + weight`` (all norms of the target and MTP); otherwise
+    ``scale = weight`` (DFLASH and DSPARK drafters).
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, unit_offset: bool, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, device=device), requires_grad=False)
+        self.eps = eps
+        self.unit_offset = unit_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        scale = 1.0 + self.weight if self.unit_offset else self.weight
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * scale).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """``rmsnorm(o) * weight * act(z)`` per value head; the norm comes before the gate.
+
+    o, z  [T, HV, V]; activation "silu" or "sigmoid"; all arithmetic fp32.
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, activation: str, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, device=device), requires_grad=False)
+        self.eps = eps
+        self.activation = activation
+
+    def forward(self, o: Tensor, z: Tensor) -> Tensor:
+        o32, z32 = o.float(), z.float()
+        normed = o32 * torch.rsqrt(o32.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        gate = F.silu(z32) if self.activation == "silu" else torch.sigmoid(z32)
+        return (normed * gate).to(z.dtype)

@@ -1,0 +1,166 @@
+"""Stream a checkpoint's tensors straight into preallocated parameters."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.quantization import QuantizationConfig
+from sglang.srt.model_loader.checkpoint_files import SafetensorsFile, tensor_files
+from sglang.srt.model_loader.fp8 import SCALE_SUFFIX, dequantize, is_fp8
+from sglang.srt.model_loader.weight_slots import WeightSlots
+
+logger = logging.getLogger(__name__)
+
+# Tensors that a checkpoint may carry and that no model here reads, by ending.
+UNUSED_ENDINGS = (
+    "rotary_emb.inv_freq",
+    ".k_proj.k_scale",
+    ".v_proj.v_scale",
+    ".attn.k_scale",
+    ".attn.v_scale",
+)
+VISION_PREFIXES = ("model.visual.", "visual.")
+_SHOWN_NAMES = 8
+
+
+class LoadableModel(Protocol):
+    """A model that says where tensors go. ``skipped_prefixes`` are another model's tensors."""
+
+    config: ModelConfig
+    skipped_prefixes: tuple[str, ...]
+
+    def weight_slots(self) -> WeightSlots: ...
+
+    def finish_loading(self) -> None: ...
+
+
+def normalise_name(name: str) -> str:
+    """Map every published prefix to ``model.``, ``lm_head.``, ``mtp.`` or ``model.visual.``.
+
+    >>> normalise_name("model.language_model.layers.0.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    >>> normalise_name("language_model.lm_head.weight")
+    'lm_head.weight'
+    """
+    for prefix, replacement in (
+        ("model.language_model.", "model."),
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("language_model.", "model."),
+        ("visual.", "model.visual."),
+    ):
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
+
+
+def load_weights(model: LoadableModel, path: str, *, progress: bool = False) -> None:
+    """Fill ``model`` from the safetensors in the directory ``path``, one tensor at a time.
+
+    Tensors are mapped, cut and copied once into their parameters; FP8 tensors are dequantised.
+    Raises:
+        FileNotFoundError: no weights there, or an incomplete download.
+        ValueError: a tensor is missing, unknown, of the wrong shape, or FP8 without its scale.
+    """
+    slots = model.weight_slots()
+    reader = _Reader(tensor_files(path), model.config.quantization)
+    seen: set[str] = set()
+    unknown: list[str] = []
+    skipped_vision = 0
+    names = tqdm(reader.names, desc="Loading weights", unit="tensor", disable=not progress)
+    with reader, torch.no_grad():
+        for raw_name in names:
+            name = normalise_name(raw_name)
+            skipped_vision += name.startswith(VISION_PREFIXES)
+            if _is_skipped(name, model, slots):
+                continue
+            if name not in slots.slots:
+                unknown.append(raw_name)
+                continue
+            _fill(slots, name, reader.read(raw_name), raw_name)
+            seen.add(name)
+    _check_complete(slots.missing(seen), unknown, path)
+    if skipped_vision:
+        logger.info("Skipped %d vision tensors: this engine serves text only", skipped_vision)
+    model.finish_loading()
+
+
+def _is_skipped(name: str, model: LoadableModel, slots: WeightSlots) -> bool:
+    if name in slots.ignored or name.endswith(UNUSED_ENDINGS):
+        return True
+    if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in slots.slots:
+        return True
+    return name.startswith(model.skipped_prefixes)
+
+
+def _fill(slots: WeightSlots, name: str, tensor: Tensor, raw_name: str) -> None:
+    slot = slots.slots[name]
+    if tuple(tensor.shape) != slot.shape:
+        raise ValueError(
+            f"{raw_name} has shape {tuple(tensor.shape)}; config.json asks for {slot.shape}"
+        )
+    slot.fill(tensor)
+
+
+def _check_complete(missing: list[str], unknown: list[str], path: str) -> None:
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:_SHOWN_NAMES])}"
+        + (", ..." if len(names) > _SHOWN_NAMES else "")
+        for what, names in (("missing tensors", missing), ("unknown tensors", unknown))
+        if names
+    ]
+    if problems:
+        raise ValueError(
+            f"checkpoint {path!r} does not fit its config.json: {'; '.join(problems)}"
+        )
+
+
+class _Reader:
+    """Keeps one file open at a time and dequantises what the files themselves mark as FP8."""
+
+    def __init__(self, files: list[Path], quantization: QuantizationConfig | None) -> None:
+        self.names: dict[str, Path] = {}
+        for path in files:
+            with SafetensorsFile(path) as file:
+                self.names.update(dict.fromkeys(file.names, path))
+        self._quantization = quantization
+        self._file: SafetensorsFile | None = None
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._file is not None:
+            self._file.__exit__(None, None, None)
+
+    def _get(self, name: str) -> Tensor:
+        path = self.names[name]
+        if self._file is None or self._file.path != path:
+            self.__exit__()
+            self._file = SafetensorsFile(path)
+        return self._file.read(name)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as stored, or in fp32 if it is FP8 with a scale."""
+        tensor = self._get(name)
+        scale_name = name + SCALE_SUFFIX
+        has_scale = scale_name in self.names
+        if not is_fp8(tensor):
+            if has_scale:
+                raise ValueError(f"{scale_name} exists but {name} is {tensor.dtype}, not float8")
+            return tensor
+        if not has_scale:
+            raise ValueError(f"{name} is float8 but {scale_name} is missing")
+        block = self._quantization.weight_block_size if self._quantization else (128, 128)
+        if self._quantization is not None and self._quantization.is_ignored(
+            name.removesuffix(".weight")
+        ):
+            logger.warning("%s is listed as unquantized but stored as float8; using its scale", name)
+        return dequantize(tensor, self._get(scale_name), block, name=name)
