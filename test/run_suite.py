@@ -25,7 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REGISTERED = ROOT / "test" / "registered"
-sys.path.insert(0, str(ROOT / "python"))
+SOURCE = ROOT / "python"
+sys.path.insert(0, str(SOURCE))
 
 from sglang.test.ci.ci_register import (  # noqa: E402
     CIRegistry,
@@ -106,7 +107,7 @@ def run_suite(name: str, tests: list[CIRegistry], pytest_args: list[str]) -> Out
         f"== {name}: {len(tests)} files, about {sum(t.est_time for t in tests):.0f} s", flush=True
     )
     environment = dict(os.environ)
-    paths = [str(ROOT / "python"), environment.get("PYTHONPATH", "")]
+    paths = [str(SOURCE), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="run-suite-") as folder:
