@@ -87,7 +87,8 @@ class MemoryBooks:
         if not ordered or kv.allocated_len % self.allocator.page_size:
             raise IntegrityError(f"{where}: lengths disagree: {kv}")
         mine = held.slots[: kv.allocated_len]
-        if not np.array_equal(self.slots.read_row(row, kv.allocated_len), mine):
+        on_device = self.slots.read_row(row, kv.allocated_len)
+        if not np.array_equal(on_device, mine[: len(on_device)]):
             raise IntegrityError(f"{where}: the device row differs from the host copy")
         if self.tree is not None:
             shared = self.tree.slots_between(kv.node, 0, kv.protected_len)

@@ -89,7 +89,7 @@ class RequestMemory:
 
     def can_ever_fit(self, prompt_len: int, max_new_tokens: int) -> bool:
         """True if the request could run alone on an empty pool."""
-        enough_states = self._num_admission_states() <= self._slots.num_states
+        enough_states = self._slots.states_at_admission <= self._slots.num_states
         return enough_states and prompt_len + max_new_tokens <= self.largest_request()
 
     def available_tokens(self) -> int:
@@ -110,9 +110,6 @@ class RequestMemory:
 
     def _evictable_states(self) -> int:
         return self._tree.num_evictable_states if self._tree is not None else 0
-
-    def _num_admission_states(self) -> int:
-        return self._slots.states_at_admission
 
     def stats(self) -> dict[str, int]:
         """Gauges: slots in all, held by requests, and kept by the tree, for KV and for states."""
@@ -178,7 +175,7 @@ class RequestMemory:
         cached = match.cached_len
         num_kv = self.num_pages_needed(end) * self._page_size - cached
         has_state = node is not None and node.state_slot >= 0
-        num_states = self._num_admission_states()
+        num_states = self._slots.states_at_admission
         if self._slots.num_free_rows < 1 or num_kv > self.available_tokens():
             return False
         if num_states > self.available_states():
@@ -194,7 +191,8 @@ class RequestMemory:
             has_state = False
             num_states -= 1
         self._free_up_states(num_states)
-        self._slots.take(req, working)
+        if not self._slots.take(req, working):
+            raise IntegrityError("a row and state slots were promised but cannot be allocated")
         if has_state:
             self._slots.copy_state(node.state_slot, req.kv.mamba_pool_idx)
             self._tree.unlock_state(node)
@@ -381,7 +379,7 @@ class RequestMemory:
             num_kv = self.num_pages_needed(end) * self._page_size - start
             if self._slots.num_free_rows < 1 or num_kv > self.available_tokens():
                 return None
-            if self._num_admission_states() > self.available_states():
+            if self._slots.states_at_admission > self.available_states():
                 return None
             hit = host.fetch(key, start, match)
             if hit is not None:

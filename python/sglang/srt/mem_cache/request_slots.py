@@ -91,12 +91,19 @@ class RequestSlots:
         self._hybrid.mamba_pool.clear_slots(index)
 
     def write_row(self, row: int, start: int, slots: np.ndarray) -> None:
-        """KV slots of positions ``start ..`` of one row."""
+        """KV slots of positions ``start ..`` of one row; a last page may reach past the row's end."""
+        slots = slots[: max(0, self.max_context_len - start)]
         values = torch.from_numpy(slots.astype(np.int32)).to(self._pool.device)
         self._pool.write((row, slice(start, start + len(slots))), values)
 
     def write_positions(self, rows: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
-        """KV slots of single positions of many rows, int64 ``[n]`` each, in one write."""
+        """KV slots of single positions of many rows, int64 ``[n]`` each, in one write.
+
+        Positions past the end of a row belong to its last page and are left out.
+        """
+        inside = positions < self.max_context_len
+        if not inside.all():
+            rows, positions, slots = rows[inside], positions[inside], slots[inside]
         packed = torch.from_numpy(np.stack((rows, positions, slots))).to(self._pool.device)
         self._pool.write((packed[0], packed[1]), packed[2])
 
