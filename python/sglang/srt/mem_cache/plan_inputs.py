@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.configs.draft_config import DraftConfig
 from sglang.srt.configs.linear_state import DTYPE_BYTES, Mamba2StateShape
-from sglang.srt.configs.model_config import FULL_ATTENTION, ModelConfig
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.state_layout import StateLayout
 from sglang.srt.mem_cache.state_sizing import slots_per_request
@@ -237,8 +237,3 @@ def _block_draft_needs(
 def stage_counts(config: ModelConfig, pp_size: int, kind: str) -> int:
     """Most layers of one kind that any pipeline stage holds."""
     return max(len(layers) for layers in stage_layers(config, pp_size, kind))
-
-
-def full_attention_layers(config: ModelConfig, pp_size: int) -> int:
-    """Most full-attention layers that any pipeline stage holds."""
-    return stage_counts(config, pp_size, FULL_ATTENTION)

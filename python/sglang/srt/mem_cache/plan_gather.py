@@ -1,0 +1,125 @@
+"""Everything that is fixed before a memory budget is divided. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang.srt.configs.draft_config import DraftConfig
+from sglang.srt.configs.model_config import LINEAR_ATTENTION, ModelConfig
+from sglang.srt.mem_cache.plan_inputs import (
+    DraftNeeds,
+    KVGeometry,
+    draft_needs,
+    kv_geometry,
+    max_draft_tokens,
+    request_slot_ratio,
+    stage_counts,
+    state_layout,
+    target_weight_size,
+)
+from sglang.srt.mem_cache.state_layout import (
+    UPDATE_TUPLES,
+    StateLayout,
+    TensorSpec,
+    total_bytes,
+)
+from sglang.srt.mem_cache.tensor_lists import num_track_entries, req_tensor_specs
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+DEFAULT_MAX_RUNNING = {"cuda": 128, "cpu": 16}
+"""Used where neither the flag nor speculative decoding sets ``--max-running-requests``."""
+ROW_SLACK = 4
+"""Positions a request row has beyond context and draft tail."""
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """Everything that is fixed before the budget is divided."""
+
+    model: ModelConfig
+    args: ServerArgs
+    memory: int
+    draft_tokens: int | None
+    draft: DraftNeeds
+    layout: StateLayout
+    kv: KVGeometry
+    weight_bytes: int
+    max_running: int
+    row_tokens: int
+    track_entries: int
+    ratio: int
+
+    @property
+    def verifies(self) -> bool:
+        """Whether this worker records verify scratch; a prefill server never verifies."""
+        return self.draft_tokens is not None and self.args.disaggregation_mode != "prefill"
+
+    @property
+    def bytes_per_token(self) -> int:
+        draft = self.draft.kv
+        return self.kv.bytes_per_token + (draft.bytes_per_token if draft is not None else 0)
+
+    @property
+    def row_bytes(self) -> int:
+        return total_bytes(self.row_tensors(self.max_running))
+
+    def row_tensors(self, num_requests: int) -> list[TensorSpec]:
+        return req_tensor_specs(
+            size=num_requests, max_context_len=self.row_tokens, track_entries=self.track_entries
+        )
+
+    def scratch_row(self, kind: str) -> int:
+        """Bytes one verify row really takes."""
+        if not self.verifies:
+            return 0
+        return self.layout.scratch_row_bytes(kind=kind, draft_tokens=self.draft_tokens)
+
+    def charged_row(self, kind: str) -> int:
+        """Bytes one verify row is charged.
+
+        Snapshots keep their customary price of one whole state per configured draft token, unless
+        the rows really take more (adaptive widths).
+        """
+        allocated = self.scratch_row(kind)
+        if kind == UPDATE_TUPLES or not self.verifies:
+            return allocated
+        stock = self.layout.slot_bytes() * self.args.speculative_num_draft_tokens
+        return max(allocated, stock)
+
+
+def gather(
+    model: ModelConfig, args: ServerArgs, memory: int, draft_config: DraftConfig | None
+) -> PlanInputs:
+    draft_tokens = max_draft_tokens(args)
+    draft = draft_needs(model, draft_config, args, draft_tokens)
+    context = args.context_length or model.max_position_embeddings
+    page = args.page_size
+    row_tokens = -(-(context + draft.tail_tokens + ROW_SLACK) // page) * page
+    topk = args.speculative_eagle_topk
+    extra_buffer = args.mamba_radix_cache_strategy in ("extra_buffer", "extra_buffer_lazy")
+    return PlanInputs(
+        model=model,
+        args=args,
+        memory=memory,
+        draft_tokens=draft_tokens,
+        draft=draft,
+        layout=state_layout(
+            model,
+            args,
+            num_layers=stage_counts(model, args.pp_size, LINEAR_ATTENTION),
+            chain=topk is None or topk <= 1,
+        ),
+        kv=kv_geometry(model, args, stage_counts(model, args.pp_size, FULL_ATTENTION)),
+        weight_bytes=target_weight_size(model, args).nbytes,
+        max_running=args.max_running_requests or DEFAULT_MAX_RUNNING.get(args.device, 128),
+        row_tokens=row_tokens,
+        track_entries=num_track_entries(
+            extra_buffer=extra_buffer and not args.disable_radix_cache,
+            lazy=args.mamba_radix_cache_strategy == "extra_buffer_lazy",
+            overlap=not args.disable_overlap_schedule,
+        ),
+        ratio=request_slot_ratio(args),
+    )
