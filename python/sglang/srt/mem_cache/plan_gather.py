@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.srt.configs.draft_config import DraftConfig
-from sglang.srt.configs.model_config import LINEAR_ATTENTION, ModelConfig
+from sglang.srt.configs.model_config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
 from sglang.srt.mem_cache.plan_inputs import (
     DraftNeeds,
     KVGeometry,
