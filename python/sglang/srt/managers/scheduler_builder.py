@@ -17,16 +17,20 @@ from sglang.srt.managers.scheduler import Scheduler, Send
 from sglang.srt.managers.scheduler_metrics import SchedulerMetrics
 from sglang.srt.managers.tokenizer import Tokenizer
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.mem_cache.memory_plan import MemoryPlan, Pools, build_pools, check_allocated
-from sglang.srt.mem_cache.planner import make_plan
+from sglang.srt.mem_cache.memory_plan import (
+    MemoryPlan,
+    Pools,
+    build_pools,
+    check_allocated,
+    make_plan,
+)
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.request_memory import RequestMemory
 from sglang.srt.mem_cache.request_slots import RequestSlots
 from sglang.srt.mem_cache.track import TrackGrids, TrackPolicy
-from sglang.srt.model_executor.model_runner import DraftModelRunner, ModelRunner
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import Drafter
-from sglang.srt.speculative.mtp_drafter import MTPDrafter
+from sglang.srt.speculative.factory import build_speculation
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +78,14 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
         batch_invariant=args.enable_deterministic_inference,
         show_progress=sys.stderr.isatty(),
     )
-    drafter = _build_drafter(args, runner, pools)
+    drafter, accept_rule = build_speculation(args, runner, pools)
     draft_token_num = drafter.draft_token_num if drafter else 1
     memory, policy = _build_memory(args, pools, plan, draft_token_num)
     worker = TpModelWorker(
-        runner, drafter, track_grid_tokens=policy.grids.track_tokens if policy else 1
+        runner,
+        drafter,
+        track_grid_tokens=policy.grids.track_tokens if policy else 1,
+        accept_rule=accept_rule,
     )
     chunk_tokens = args.chunked_prefill_size
     max_req_len = min(memory.largest_request(), plan.context_length) - draft_token_num
@@ -118,19 +125,6 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
         internal_state=lambda: dict(info),
     )
     return BuiltEngine(scheduler, worker, runner, memory, pools, plan, info)
-
-
-def _build_drafter(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Drafter | None:
-    if not args.is_speculative:
-        return None
-    draft_runner = DraftModelRunner(
-        runner,
-        req_pool=pools.req_pool,
-        kv_pool=pools.draft_kv_pool,
-        batch_invariant=args.enable_deterministic_inference,
-        show_progress=sys.stderr.isatty(),
-    )
-    return MTPDrafter(draft_runner, pools.req_pool, num_steps=args.speculative_num_steps)
 
 
 def _build_memory(
