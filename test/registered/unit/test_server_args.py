@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -14,8 +15,11 @@ from sglang.srt.arg_groups.not_in_this_build import NOT_IN_THIS_BUILD, is_offere
 from sglang.srt.arg_groups.pipeline import run_resolution_pipeline
 from sglang.srt.server_args import GROUPS, ServerArgs, prepare_server_args
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.repo import ROOT
 
 register_cpu_ci(est_time=3, suite="unit")
+
+ACCEPTED_FOR_OLD_COMMAND_LINES = ("enable_metrics",)
 
 
 def test_every_field_is_declared_in_exactly_one_group():
@@ -120,6 +124,23 @@ def test_what_is_missing_names_real_fields_with_a_way_out():
     for name, missing in NOT_IN_THIS_BUILD.items():
         assert name in names
         assert len(missing.sentence.split()) >= 4, name
+
+
+def test_no_offered_flag_is_accepted_and_then_ignored():
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in (ROOT / "python" / "sglang").rglob("*.py")
+        if "fields" not in path.parts and path.name != "not_in_this_build.py"
+    ]
+    text = "\n".join(sources)
+    ignored = [
+        flag.spelling
+        for flag in ServerArgs.flags()
+        if is_offered(flag)
+        and flag.name not in ACCEPTED_FOR_OLD_COMMAND_LINES
+        and re.search(rf"\b{flag.name}\b", text) is None
+    ]
+    assert ignored == []
 
 
 def test_resolved_record_travels_as_json_and_is_read_only():

@@ -12,7 +12,10 @@ import logging
 import pytest
 
 from sglang.srt.arg_groups import basic_hook, pipeline
-from sglang.srt.arg_groups.attention_hook import validate_linear_lossless_verify
+from sglang.srt.arg_groups.attention_hook import (
+    handle_linear_attn_backend,
+    validate_linear_lossless_verify,
+)
 from sglang.srt.arg_groups.mamba_hook import handle_mamba_radix_cache
 from sglang.srt.arg_groups.not_in_this_build import NOT_IN_THIS_BUILD
 from sglang.srt.arg_groups.pipeline import STEPS, run_resolution_pipeline
@@ -104,7 +107,7 @@ def test_lossless_verify_is_checked_after_speculation():
         ({"quantization": "fp8"}, "--quantization fp8: the weights .* are not quantized"),
         ({"dtype": "float16"}, "--dtype float16 is for GPUs"),
         ({"attention_backend": "triton"}, "--attention-backend triton needs a GPU"),
-        ({"linear_attn_backend": "flashinfer"}, "--linear-attn-backend flashinfer needs a GPU"),
+        ({"linear_attn_backend": "flashinfer"}, "--linear-attn-backend flashinfer: .* use triton"),
         ({"page_size": 48}, "--mamba-track-interval 256 must be a multiple of --page-size 48"),
         (
             {"mamba_radix_cache_strategy": "no_buffer", "page_size": 16},
@@ -122,6 +125,16 @@ def test_lossless_verify_is_checked_after_speculation():
 def test_refused_by_name(values, message, model):
     with pytest.raises(ValueError, match=message):
         run_resolution_pipeline(cpu_args(model, **values))
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "flashinfer"), ("cuda", "torch_native")])
+@pytest.mark.parametrize("phase", ["", "decode_", "prefill_", "verify_"])
+def test_kernels_of_the_other_device_are_refused(device, backend, phase):
+    args = cpu_args(device=device, **{f"linear_attn_{phase}backend": backend})
+    flag = f"--linear-attn-{phase}backend {backend}".replace("_b", "-b")
+    with pytest.raises(ValueError, match=flag):
+        handle_linear_attn_backend(args)
+    handle_linear_attn_backend(cpu_args(device=device))
 
 
 def test_a_gpu_that_is_not_there_is_refused(model, monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.basic_hook import detect_device
+from sglang.srt.arg_groups.flag import spell
 from sglang.srt.arg_groups.speculative_hook import effective_topk
 from sglang.srt.environ import envs
 
@@ -32,8 +33,9 @@ def handle_attention_backend(args: ServerArgs) -> ServerArgs:
 
 def handle_linear_attn_backend(args: ServerArgs) -> ServerArgs:
     """Refuse kernels of the linear-attention layers that the device cannot run."""
+    impossible, way_out = ("flashinfer", "the CPU engine has its own kernels; leave it out")
     if args.device != "cpu":
-        return args
+        impossible, way_out = ("torch_native", "it is the CPU engine's; use triton on a GPU")
     names = (
         "linear_attn_backend",
         "linear_attn_decode_backend",
@@ -41,9 +43,8 @@ def handle_linear_attn_backend(args: ServerArgs) -> ServerArgs:
         "linear_attn_verify_backend",
     )
     for name in names:
-        if args.__dict__[name] == "flashinfer":
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} flashinfer needs a GPU; leave it out on the CPU")
+        if args.__dict__[name] == impossible:
+            raise ValueError(f"{spell(name)} {impossible}: {way_out}")
     return args
 
 

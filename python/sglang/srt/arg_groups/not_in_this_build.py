@@ -38,6 +38,7 @@ class Missing:
 _ONE_DEVICE = "this build runs a model on one device; leave it at 1"
 _NO_PD = "this build serves whole requests; leave --disaggregation-mode at null"
 _NO_HOST_TIER = "this build keeps prefixes in device memory only; leave it out"
+_NO_FLASHINFER = "this build's GPU kernels are its own; use triton"
 _NO_NGRAM = "this build has no NGRAM drafter; leave it out"
 
 NOT_IN_THIS_BUILD: dict[str, Missing] = {
@@ -107,6 +108,19 @@ NOT_IN_THIS_BUILD: dict[str, Missing] = {
     "enable_mixed_chunk": Missing(
         "prompts and decode steps run in calls of their own; leave it out"
     ),
+    "load_format": Missing("weights are read from the checkpoint; use auto", values=("dummy",)),
+    "grammar_backend": Missing(
+        "requests for structured output are refused in this build; leave it out"
+    ),
+    "watchdog_timeout": Missing(
+        "a scheduler that is silent for 20 seconds counts as stuck; leave it out"
+    ),
+    "base_gpu_id": Missing("the first visible GPU is used; choose it with CUDA_VISIBLE_DEVICES"),
+    "attention_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
+    "linear_attn_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
+    "linear_attn_decode_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
+    "linear_attn_prefill_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
+    "linear_attn_verify_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
     "device": Missing("this engine runs on cuda and cpu", values=("xpu", "npu")),
 }
 

@@ -45,7 +45,9 @@ class ServingFields:
     decode_log_interval: int = flag(
         40, "Decode steps between two lines of the decode log.", minimum=1
     )
-    enable_metrics: bool = flag(False, "Serve Prometheus metrics at /metrics.")
+    enable_metrics: bool = flag(
+        False, "Accepted for old command lines: Prometheus metrics are always served at /metrics."
+    )
     tool_call_parser: str | None = flag(
         None,
         "Format of tool calls in the model's text.",
