@@ -23,7 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import DraftBatch
+from sglang.srt.speculative.drafter import DraftBatch, Proposal
 
 AcceptPlan = Callable[[Req, int], int]
 
@@ -118,7 +118,7 @@ class ScriptedDrafter:
         self.expected: dict[str, list[int]] = {}
         self.seen: dict[int, int] = {}
 
-    def propose(self, batch: DraftBatch) -> Tensor:
+    def propose(self, batch: DraftBatch) -> Proposal:
         by_row = {r.req_pool_idx: r for r in self._engine.scheduler.running}
         vocab = self._engine.built.runner.model_config.vocab_size
         width = self.draft_token_num - 1
@@ -130,7 +130,8 @@ class ScriptedDrafter:
             right = self._accept_plan(req, req.spec_verify_ct)
             self.seen[right] = self.seen.get(right, 0) + 1
             drafts.append([t if i < right else (t + 1) % vocab for i, t in enumerate(known)])
-        return torch.tensor(drafts, dtype=torch.long).reshape(len(batch.rows), width)
+        tokens = torch.tensor(drafts, dtype=torch.long).reshape(len(batch.rows), width)
+        return Proposal(tokens=tokens)
 
     def after_prefill(self, fb: ForwardBatch, output: LogitsOutput, next_ids: Tensor) -> None:
         """Nothing to keep: the script knows what follows."""

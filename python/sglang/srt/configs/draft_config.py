@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.model_config import FULL_ATTENTION, find_config_file, read_json
+from sglang.srt.configs.quantization import QuantizationConfig
 from sglang.srt.configs.rope_config import RopeConfig, rope_from_text_config
 
 SLIDING_ATTENTION = "sliding_attention"
@@ -61,6 +62,7 @@ class DraftConfig:
     enable_confidence_head: bool
     confidence_head_with_markov: bool
     sample_from_anchor: bool
+    quantization: QuantizationConfig | None = None
 
     def resolved_target_layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
         """Tapped layers for a target of ``num_target_layers``, spread evenly if not listed.
@@ -107,6 +109,7 @@ class DraftConfig:
         markov_rank = int(keys.get("markov_rank") or 0)
         mask_id = keys.get("mask_token_id")
         head_type = str(keys.get("markov_head_type", "vanilla"))
+        quantization = raw.get("quantization_config")
         softcap = keys.get("final_logit_softcapping")
         config = DraftConfig(
             model_path=model_path,
@@ -145,6 +148,7 @@ class DraftConfig:
             enable_confidence_head=bool(keys.get("enable_confidence_head", False)),
             confidence_head_with_markov=bool(keys.get("confidence_head_with_markov", False)),
             sample_from_anchor=bool(keys.get("sample_from_anchor", True)),
+            quantization=QuantizationConfig.from_dict(quantization) if quantization else None,
         )
         _check(config)
         return config

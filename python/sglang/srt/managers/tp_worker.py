@@ -30,18 +30,25 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_batch import SamplingBatch
-from sglang.srt.speculative.accept import accept_matching_prefix
-from sglang.srt.speculative.drafter import DraftBatch, Drafter
+from sglang.srt.speculative.accept_rule import AcceptRule, MatchRule, Verdict, VerifyRows
+from sglang.srt.speculative.drafter import DraftBatch, Drafter, Proposal, TokenHistory
+from sglang.srt.speculative.tree import compact_output, flat_rows, kv_moves, place_tree
 
 
 class TpModelWorker:
     """One rank's executor. ``drafter`` None means one token per request and step."""
 
     def __init__(
-        self, runner: ModelRunner, drafter: Drafter | None, *, track_grid_tokens: int
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        *,
+        track_grid_tokens: int,
+        accept_rule: AcceptRule | None = None,
     ) -> None:
         self._runner = runner
         self._drafter = drafter
+        self._accept_rule = accept_rule or MatchRule()
         self._track_grid_tokens = track_grid_tokens
         self._device = runner.device
 
@@ -87,7 +94,7 @@ class TpModelWorker:
         reqs = [chunks[i].req for i in last]
         logits = output.logits[[spans[i].stop - 1 for i in last]]
         raw = logits.clone() if any(r.return_logprob for r in reqs) else logits
-        ids = self._sample(reqs, logits, rows_per_request=1, drafts=None)
+        ids = self._sample(reqs, logits)
         next_ids = [c.next_token or 0 for c in chunks]
         for i, token in zip(last, ids.tolist(), strict=True):
             next_ids[i] = token
@@ -128,7 +135,7 @@ class TpModelWorker:
         )
         logits = self._runner.forward(fb).logits
         raw = logits.clone() if any(r.return_logprob for r in reqs) else logits
-        ids = self._sample(reqs, logits, rows_per_request=1, drafts=None).tolist()
+        ids = self._sample(reqs, logits).tolist()
         return StepResult(
             token_ids=[[token] for token in ids],
             committed=[1] * len(reqs),
@@ -143,12 +150,21 @@ class TpModelWorker:
         )
 
     def _decode_speculative(self, plan: DecodePlan, drafter: Drafter) -> StepResult:
-        reqs, width = plan.reqs, drafter.draft_token_num
+        reqs = plan.reqs
         rows = [r.req_pool_idx for r in reqs]
         prefix_lens = [r.kv.committed_len for r in reqs]
         bonus = self._ids([r.output_ids[-1] for r in reqs])
-        drafts = drafter.propose(DraftBatch(rows=rows, prefix_lens=prefix_lens, bonus=bonus))
-        candidates = torch.cat([bonus.unsqueeze(1), drafts], dim=1)
+        proposal = drafter.propose(
+            DraftBatch(
+                rows=rows,
+                prefix_lens=prefix_lens,
+                bonus=bonus,
+                sampling=[r.sampling for r in reqs],
+                histories=[TokenHistory(r.rid, r.origin_input_ids, r.output_ids) for r in reqs],
+            )
+        )
+        candidates = torch.cat([bonus.unsqueeze(1), proposal.tokens], dim=1)
+        width = candidates.shape[1]
         fb = make_forward_batch(
             ForwardMode.TARGET_VERIFY,
             req_pool=self._runner.req_pool,
@@ -158,42 +174,82 @@ class TpModelWorker:
             input_ids=candidates.reshape(-1),
             **self._capture(),
         )
+        if proposal.tree is not None:
+            place_tree(fb, proposal.tree)
         output = self._runner.forward(fb)
         logits = output.logits
         raw = logits.clone() if any(r.return_logprob for r in reqs) else logits
-        targets = self._sample(reqs, logits, rows_per_request=width, drafts=drafts)
-        targets = targets.view(len(reqs), width)
-        correct = accept_matching_prefix(candidates, targets)
-        num_correct = correct.tolist()
-        tracked = self._commit_verify(plan, fb, correct, num_correct)
-        drafter.after_verify(fb, output, targets, num_correct)
-        token_ids = [
-            row[: count + 1] for row, count in zip(targets.tolist(), num_correct, strict=True)
-        ]
+        self._edit_verify_logits(reqs, logits, proposal)
+        verdict = self._accept_rule.accept(
+            VerifyRows(
+                candidates=candidates,
+                logits=logits,
+                states=[r.sampling for r in reqs],
+                positions=[r.num_tokens for r in reqs],
+                proposal=proposal,
+            )
+        )
+        tracked = self._commit_verify(plan, fb, verdict)
+        if verdict.paths is not None:
+            output = self._compact(fb, output, verdict.paths)
+        drafter.after_verify(fb, output, verdict.targets, verdict.num_correct)
         return StepResult(
-            token_ids=token_ids,
-            committed=[count + 1 for count in num_correct],
+            token_ids=verdict.token_ids,
+            committed=[count + 1 for count in verdict.num_correct],
             tracked=tracked,
             logprobs=[
-                self._output_logprobs(r, raw[i * width : i * width + len(ids)], ids)
-                for i, (r, ids) in enumerate(zip(reqs, token_ids, strict=True))
+                self._output_logprobs(
+                    r, raw[[i * width + row for row in verdict.rows_of(i)]], verdict.token_ids[i]
+                )
+                if r.return_logprob
+                else None
+                for i, r in enumerate(reqs)
             ],
             input_logprobs=[None] * len(reqs),
         )
 
+    def _edit_verify_logits(
+        self, reqs: Sequence[Req], logits: Tensor, proposal: Proposal
+    ) -> None:
+        """Penalties, bias and minimum length, each row with the drafts before it counted."""
+        tree, width = proposal.tree, proposal.tokens.shape[1] + 1
+        for i, req in enumerate(reqs):
+            if not req.sampling.edits_logits:
+                continue
+            drafts = proposal.tokens[i].tolist()
+            own = logits[i * width : (i + 1) * width]
+            if tree is None:
+                req.sampling.edit_logits(own, req.output_ids, drafts)
+                continue
+            for node in range(width):
+                ahead = [drafts[n - 1] for n in tree.path_to(i, node)[1:]]
+                req.sampling.edit_logits(own[node : node + 1], req.output_ids + ahead, ())
+
+    def _compact(
+        self, fb: ForwardBatch, output: LogitsOutput, paths: list[list[int]]
+    ) -> LogitsOutput:
+        """Bring a tree's accepted rows to the front: their KV in the pool, and the output's rows."""
+        width = fb.query_lens_cpu[0]
+        moves = kv_moves(fb.out_cache_loc, paths, width)
+        if moves is not None:
+            self._runner.kv_pool.move_slots(*moves)
+        return compact_output(output, self._ids(flat_rows(paths, width)))
+
     def _commit_verify(
-        self, plan: DecodePlan, fb: ForwardBatch, correct: Tensor, num_correct: list[int]
+        self, plan: DecodePlan, fb: ForwardBatch, verdict: Verdict
     ) -> list[int]:
         """Make the accepted rows permanent; return the lengths of stored boundary states."""
         steps, tracked = [], []
         grid = self._track_grid_tokens
-        for pre, count, slot in zip(fb.prefix_lens_cpu, num_correct, plan.track_slots, strict=True):
+        for i, (pre, count, slot) in enumerate(
+            zip(fb.prefix_lens_cpu, verdict.num_correct, plan.track_slots, strict=True)
+        ):
             step = crossing_step(pre, count + 1, grid) if slot >= 0 else -1
-            steps.append(step)
+            steps.append(verdict.rows_of(i)[step] if step >= 0 else -1)
             tracked.append(pre + step + 1 if step >= 0 else -1)
         tracking = any(step >= 0 for step in steps)
         self._runner.attn_backend.update_mamba_state_after_mtp_verify(
-            last_correct_step_indices=correct,
+            last_correct_step_indices=verdict.last_row,
             mamba_track_indices=self._ids(plan.track_slots) if tracking else None,
             mamba_steps_to_track=self._ids(steps) if tracking else None,
             model=self._runner.model,
@@ -201,25 +257,13 @@ class TpModelWorker:
         )
         return tracked
 
-    def _sample(
-        self,
-        reqs: Sequence[Req],
-        logits: Tensor,
-        *,
-        rows_per_request: int,
-        drafts: Tensor | None,
-    ) -> Tensor:
-        """Edit logits in place, then choose a token per row. Returns [R * rows] int64."""
+    def _sample(self, reqs: Sequence[Req], logits: Tensor) -> Tensor:
+        """Edit logits [R, vocab] in place, then choose a token per request. Returns [R] int64."""
         for i, req in enumerate(reqs):
             if req.sampling.edits_logits:
-                own = logits[i * rows_per_request : (i + 1) * rows_per_request]
-                ahead = drafts[i].tolist() if drafts is not None else ()
-                req.sampling.edit_logits(own, req.output_ids, ahead)
+                req.sampling.edit_logits(logits[i : i + 1], req.output_ids, ())
         batch = SamplingBatch.build(
-            [r.sampling for r in reqs],
-            [r.num_tokens for r in reqs],
-            rows_per_request,
-            self._device,
+            [r.sampling for r in reqs], [r.num_tokens for r in reqs], 1, self._device
         )
         return sample(logits, batch)
 

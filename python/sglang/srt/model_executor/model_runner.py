@@ -40,6 +40,7 @@ class ModelRunner:
         self.dtype = dtype
         self.model_config = model_config
         self.req_pool: HybridReqToTokenPool = pools.req_pool
+        self.kv_pool: MHATokenToKVPool = pools.kv_pool
         self.attn_backend = _target_backend(model_config, pools)
         self.model = build_model(
             model_config,

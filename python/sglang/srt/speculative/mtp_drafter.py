@@ -19,18 +19,28 @@ from sglang.srt.model_executor.forward_batch_info import (
     LogitsOutput,
 )
 from sglang.srt.model_executor.model_runner import DraftModelRunner
-from sglang.srt.speculative.drafter import DraftBatch
+from sglang.srt.speculative.draft_sampling import DraftSampler
+from sglang.srt.speculative.drafter import DraftBatch, Proposal
 
 
 class MTPDrafter:
-    """Owns the first draft token and the draft hidden state of every request row."""
+    """Owns the first draft token and the draft hidden state of every request row.
+
+    ``draws`` lets drafts of sampling requests be random, with their probabilities reported; it needs
+    the first draft's logits of every row.
+    """
 
     is_chain = True
     capture_hidden = CaptureHiddenMode.FULL
     capture_layer_ids: tuple[int, ...] = ()
 
     def __init__(
-        self, runner: DraftModelRunner, req_pool: HybridReqToTokenPool, *, num_steps: int
+        self,
+        runner: DraftModelRunner,
+        req_pool: HybridReqToTokenPool,
+        *,
+        num_steps: int,
+        draws: bool = False,
     ) -> None:
         self._runner = runner
         self._req_pool = req_pool
@@ -42,13 +52,29 @@ class MTPDrafter:
         self._hidden = torch.zeros(
             (num_rows, runner.hidden_size), dtype=runner.dtype, device=device
         )
+        self._first_logits: Tensor | None = None
+        if draws:
+            vocab_size = runner.model.config.vocab_size
+            self._first_logits = torch.zeros((num_rows, vocab_size), device=device)
 
-    def propose(self, batch: DraftBatch) -> Tensor:
-        rows = torch.tensor(batch.rows, device=self._first_draft.device)
+    def propose(self, batch: DraftBatch) -> Proposal:
+        return self.propose_steps(batch, self._num_steps)
+
+    def propose_steps(self, batch: DraftBatch, num_steps: int) -> Proposal:
+        """Draft ``num_steps`` tokens, 0 .. ``draft_token_num - 1``."""
+        device = self._first_draft.device
+        rows = torch.tensor(batch.rows, device=device)
         token, hidden = self._first_draft[rows], self._hidden[rows]
+        if num_steps == 0:
+            return Proposal(tokens=token.new_empty((len(batch.rows), 0)))
+        sampler, probs = None, []
+        if self._first_logits is not None and DraftSampler.is_needed(batch):
+            sampler = DraftSampler(batch, num_steps, device)
+            token, chances = sampler.choose(self._first_logits[rows], 0)
+            probs.append(chances)
         drafts = [token]
         ones = [1] * len(batch.rows)
-        for step in range(self._num_steps - 1):
+        for step in range(num_steps - 1):
             fb = make_forward_batch(
                 ForwardMode.DECODE,
                 req_pool=self._req_pool,
@@ -61,9 +87,16 @@ class MTPDrafter:
                 with_state=False,
             )
             output = self._runner.forward(fb)
-            token, hidden = torch.argmax(output.logits, dim=-1), output.hidden
+            hidden = output.hidden
+            if sampler is None:
+                token = torch.argmax(output.logits, dim=-1)
+            else:
+                token, chances = sampler.choose(output.logits, step + 1)
+                probs.append(chances)
             drafts.append(token)
-        return torch.stack(drafts, dim=1)
+        return Proposal(
+            tokens=torch.stack(drafts, dim=1), probs=torch.stack(probs, dim=1) if probs else None
+        )
 
     def after_prefill(self, fb: ForwardBatch, output: LogitsOutput, next_ids: Tensor) -> None:
         shifted = torch.roll(fb.input_ids, -1)
@@ -121,3 +154,5 @@ class MTPDrafter:
         index = torch.tensor(rows, device=input_ids.device)
         self._first_draft[index] = torch.argmax(output.logits, dim=-1)
         self._hidden[index] = output.hidden.to(self._hidden.dtype)
+        if self._first_logits is not None:
+            self._first_logits[index] = output.logits

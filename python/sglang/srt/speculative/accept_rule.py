@@ -1,0 +1,226 @@
+"""Which drafts of a verify are kept, and what follows them: one object per rule, chosen at start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sglang.srt.layers.sampler import filtered_probs, sample
+from sglang.srt.sampling.sampling_batch import SamplingBatch, SamplingState
+from sglang.srt.speculative.accept import accept_matching_prefix
+from sglang.srt.speculative.accept_math import block_accept, rejection_accept, threshold_accept
+from sglang.srt.speculative.drafter import Proposal
+from sglang.srt.speculative.tree import DraftTree, walk
+from sglang.srt.speculative.uniforms import Stream, stream_uniforms
+
+
+@dataclass
+class VerifyRows:
+    """What a rule sees of one verify (R requests, D rows each).
+
+    candidates  [R, D] int64: the bonus, then the proposal's tokens
+    logits      [R * D, vocab] fp32 after penalties, bias and masks
+    states      how each request samples
+    positions   position of the token that row 0 of each request predicts
+    """
+
+    candidates: Tensor
+    logits: Tensor
+    states: Sequence[SamplingState]
+    positions: Sequence[int]
+    proposal: Proposal
+
+    @property
+    def width(self) -> int:
+        return self.candidates.shape[1]
+
+    def sampling_batch(self) -> SamplingBatch:
+        """Sampling tensors of all rows; a tree's rows use the numbers of their depth."""
+        batch = SamplingBatch.build(
+            self.states, self.positions, self.width, self.logits.device
+        )
+        tree = self.proposal.tree
+        if tree is None or batch.all_greedy:
+            return batch
+        rows = [r * self.width + depth for r, own in enumerate(tree.depths()) for depth in own]
+        return replace(batch, uniform=batch.uniform[rows])
+
+
+@dataclass
+class Verdict:
+    """What a verify decided.
+
+    num_correct  accepted drafts per request
+    token_ids    the tokens to emit: accepted drafts, then one more
+    targets      [R, D] int64, the token that follows each row, accepted rows first
+    last_row     [R] int64, index within the request of its last accepted row
+    paths        of trees: accepted rows in order; None for chains, where they are 0 .. num_correct
+    """
+
+    num_correct: list[int]
+    token_ids: list[list[int]]
+    targets: Tensor
+    last_row: Tensor
+    paths: list[list[int]] | None = None
+
+    def rows_of(self, request: int) -> list[int]:
+        """Accepted rows of a request, within the request."""
+        if self.paths is not None:
+            return self.paths[request]
+        return list(range(self.num_correct[request] + 1))
+
+
+class AcceptRule(Protocol):
+    """``wants_probs``: proposals should be drawn at random and say from which distributions."""
+
+    name: str
+    wants_probs: bool
+
+    def accept(self, rows: VerifyRows) -> Verdict: ...
+
+
+class MatchRule:
+    """Keep drafts while they equal the target's own choice, greedy or sampled.
+
+    With sampling a draft c is kept with probability p(c), and the text is the same as without
+    speculation, because the choice depends on the request's seed and the position alone.
+    """
+
+    name = "match"
+    wants_probs = False
+
+    def accept(self, rows: VerifyRows) -> Verdict:
+        targets = sample(rows.logits, rows.sampling_batch()).view(rows.candidates.shape)
+        if rows.proposal.tree is not None:
+            return tree_verdict(rows.proposal.tree, rows.candidates, targets)
+        return chain_verdict(targets, accept_matching_prefix(rows.candidates, targets))
+
+
+class _ChainRule:
+    """Shared part of the rules over distributions: greedy requests match, the others draw."""
+
+    wants_probs = False
+
+    def accept(self, rows: VerifyRows) -> Verdict:
+        batch = rows.sampling_batch()
+        if batch.all_greedy or rows.width == 1:
+            return MatchRule().accept(rows)
+        shape = rows.candidates.shape
+        drawing = [r for r, state in enumerate(rows.states) if not state.is_greedy]
+        index = torch.tensor(drawing, device=rows.logits.device)
+        targets = torch.argmax(rows.logits, dim=-1).view(shape)
+        correct = accept_matching_prefix(rows.candidates, targets)
+        p = target_probs(rows.logits, batch).view(*shape, -1)[index]
+        q = rows.proposal.probs
+        states = [rows.states[r] for r in drawing]
+        starts = [rows.positions[r] - 1 for r in drawing]
+        device = rows.logits.device
+        own_correct, following = self.decide(
+            rows.candidates[index],
+            p,
+            None if q is None else q[index],
+            stream_uniforms(states, starts, rows.width - 1, Stream.ACCEPT, device),
+            stream_uniforms(states, starts, 1, Stream.FINAL, device)[:, 0],
+        )
+        chosen = torch.cat([rows.candidates[index, 1:], following.unsqueeze(1)], dim=1)
+        chosen[torch.arange(len(drawing), device=device), own_correct] = following
+        targets[index], correct[index] = chosen, own_correct
+        return chain_verdict(targets, correct)
+
+    def decide(
+        self, candidates: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, final: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(num_correct [n], next_token [n]) of the requests that sample."""
+        raise TypeError(f"{type(self).__name__} decides nothing")
+
+
+class RejectionRule(_ChainRule):
+    """Accept with probability ``min(1, p / q)``; drafts without ``q`` count as certain."""
+
+    name = "rejection"
+    wants_probs = True
+
+    def decide(
+        self, candidates: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, final: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return rejection_accept(candidates, p, _or_one_hot(q, candidates, p), accept, final)
+
+
+class BlockRule(_ChainRule):
+    """Block verification: drafts are accepted jointly."""
+
+    name = "block"
+    wants_probs = True
+
+    def decide(
+        self, candidates: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, final: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return block_accept(candidates, p, _or_one_hot(q, candidates, p), accept, final)
+
+
+class ThresholdRule(_ChainRule):
+    """The lossy rule of ``--speculative-accept-threshold-single`` and ``-acc``; chains only."""
+
+    name = "threshold"
+
+    def __init__(self, *, single: float, acc: float) -> None:
+        self._single = single
+        self._acc = acc
+
+    def decide(
+        self, candidates: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, final: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return threshold_accept(
+            candidates, p, accept, final, single=self._single, acc=self._acc
+        )
+
+
+def chain_verdict(targets: Tensor, correct: Tensor) -> Verdict:
+    """Verdict of chains from ``targets`` [R, D] and ``correct`` [R]."""
+    num_correct = correct.tolist()
+    token_ids = [
+        row[: count + 1] for row, count in zip(targets.tolist(), num_correct, strict=True)
+    ]
+    return Verdict(num_correct, token_ids, targets, correct)
+
+
+def tree_verdict(tree: DraftTree, candidates: Tensor, targets: Tensor) -> Verdict:
+    """Verdict of trees from the target's choice after every node, ``targets`` [R, D]."""
+    chosen = targets.tolist()
+    paths = walk(tree, candidates.tolist(), chosen)
+    width = targets.shape[1]
+    token_ids = [[own[node] for node in path] for own, path in zip(chosen, paths, strict=True)]
+    padded = [ids + ids[-1:] * (width - len(ids)) for ids in token_ids]
+    device = targets.device
+    return Verdict(
+        num_correct=[len(path) - 1 for path in paths],
+        token_ids=token_ids,
+        targets=torch.tensor(padded, dtype=torch.long, device=device),
+        last_row=torch.tensor([path[-1] for path in paths], dtype=torch.long, device=device),
+        paths=paths,
+    )
+
+
+def target_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """The distribution each row samples from, in id order and normalised: [M, vocab] fp32.
+
+    Greedy rows are one-hot at the argmax. ``batch`` must not be all greedy.
+    """
+    probs, ids = filtered_probs(
+        logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p
+    )
+    probs = probs / probs.sum(dim=-1, keepdim=True)
+    ordered = torch.zeros_like(probs).scatter_(-1, ids, probs)
+    best = torch.argmax(logits, dim=-1, keepdim=True)
+    one_hot = torch.zeros_like(ordered).scatter_(-1, best, 1.0)
+    return torch.where(batch.greedy.unsqueeze(-1), one_hot, ordered)
+
+
+def _or_one_hot(q: Tensor | None, candidates: Tensor, p: Tensor) -> Tensor:
+    if q is not None:
+        return q
+    return torch.zeros_like(p[:, 1:]).scatter_(-1, candidates[:, 1:].unsqueeze(-1), 1.0)

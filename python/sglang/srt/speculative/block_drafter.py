@@ -1,0 +1,93 @@
+"""What DFLASH and DSPARK share: draft KV over tapped target features, one draft pass a step.
+
+Context keys and values depend on the target alone. They are written once per committed token, to the
+token's own slot, and so the prefix cache covers them. The block's own keys and values go to the
+slots after the context, which the verify has reserved; the next commit overwrites them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MHATokenToKVPool
+from sglang.srt.model_executor.batch_tensors import make_forward_batch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    LogitsOutput,
+)
+from sglang.srt.models.dflash import DFlashDraftModel
+from sglang.srt.speculative.drafter import DraftBatch
+
+
+class BlockRunner:
+    """A block draft model over its own KV pool."""
+
+    capture_hidden = CaptureHiddenMode.NULL
+
+    def __init__(
+        self,
+        model: DFlashDraftModel,
+        *,
+        req_pool: HybridReqToTokenPool,
+        kv_pool: MHATokenToKVPool,
+    ) -> None:
+        self.model = model
+        self.device = req_pool.req_to_token.device
+        self._req_pool = req_pool
+        self._kv_pool = kv_pool
+
+    def run_block(self, batch: DraftBatch, num_rows: int) -> Tensor:
+        """Final-norm rows [R, num_rows, H] of ``[bonus, MASK, ...]`` at positions L, L+1, ..."""
+        num_requests = len(batch.rows)
+        ids = torch.full(
+            (num_requests, num_rows), self.model.mask_token_id, dtype=torch.long, device=self.device
+        )
+        ids[:, 0] = batch.bonus
+        fb = make_forward_batch(
+            ForwardMode.DRAFT_EXTEND,
+            req_pool=self._req_pool,
+            rows=batch.rows,
+            prefix_lens=batch.prefix_lens,
+            query_lens=[num_rows] * num_requests,
+            input_ids=ids.reshape(-1),
+            with_state=False,
+        )
+        self.model.attn_backend.init_forward_metadata(fb)
+        return self.model.forward_block(fb)
+
+    def write_prefill(self, fb: ForwardBatch, output: LogitsOutput) -> None:
+        """Context KV of all rows of a prefill."""
+        self._write(fb, _taps(output), fb.positions, fb.out_cache_loc)
+
+    def write_accepted(
+        self, fb: ForwardBatch, output: LogitsOutput, num_correct: list[int]
+    ) -> None:
+        """Context KV of the accepted rows of a verify of chains."""
+        width = fb.query_lens_cpu[0]
+        taps, positions, slots = _taps(output), fb.positions, fb.out_cache_loc
+        if min(num_correct) + 1 < width:
+            index = torch.tensor(
+                [r * width + i for r, count in enumerate(num_correct) for i in range(count + 1)],
+                device=self.device,
+            )
+            taps, positions, slots = taps[index], positions[index], slots[index]
+        self._write(fb, taps, positions, slots)
+
+    def _write(self, fb: ForwardBatch, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
+        lens = zip(fb.prefix_lens_cpu, fb.query_lens_cpu, strict=True)
+
+        def store(layer: int, k: Tensor, v: Tensor) -> None:
+            self._kv_pool.set_kv_buffer(layer, slots, k, v)
+
+        self.model.write_context(
+            taps, positions, store, end_position=max(prefix + rows for prefix, rows in lens)
+        )
+
+
+def _taps(output: LogitsOutput) -> Tensor:
+    if output.taps is None:
+        raise ValueError("the target returned no taps; ForwardBatch.capture_layer_ids was empty")
+    return output.taps

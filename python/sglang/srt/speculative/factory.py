@@ -1,0 +1,123 @@
+"""Build the drafter that the server's arguments ask for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from sglang.srt.arg_groups.speculative_hook import MTP_ALGORITHMS
+from sglang.srt.configs.draft_config import DraftConfig
+from sglang.srt.configs.model_config import find_config_file
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.memory_plan import Pools
+from sglang.srt.model_executor.model_runner import DraftModelRunner, ModelRunner
+from sglang.srt.model_loader.loader import load_weights
+from sglang.srt.models.dflash import DFlashDraftModel
+from sglang.srt.models.dflash2 import DFlash2DraftModel
+from sglang.srt.models.dspark import DSparkDraftModel
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.accept_rule import AcceptRule, MatchRule
+from sglang.srt.speculative.block_drafter import BlockRunner
+from sglang.srt.speculative.dflash_drafter import DFlashDrafter
+from sglang.srt.speculative.drafter import Drafter
+from sglang.srt.speculative.dspark_drafter import DSparkDrafter
+from sglang.srt.speculative.mtp_drafter import MTPDrafter
+from sglang.srt.speculative.select import select_accept_rule
+
+Built = tuple[Drafter | None, AcceptRule]
+
+
+def build_speculation(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
+    """The drafter, or None, and the rule that accepts its drafts.
+
+    Raises: ValueError if the draft checkpoint does not fit, FileNotFoundError if it is not there.
+    """
+    algorithm = args.speculative_algorithm
+    if algorithm is None:
+        return None, MatchRule()
+    builders: dict[str, Callable[[ServerArgs, ModelRunner, Pools], Built]] = {
+        **dict.fromkeys(MTP_ALGORITHMS, _build_mtp),
+        "DFLASH": _build_block,
+        "DSPARK": _build_block,
+    }
+    if algorithm not in builders:
+        raise ValueError(
+            f"--speculative-algorithm {algorithm} is not available; use one of "
+            f"{', '.join(builders)}"
+        )
+    return builders[algorithm](args, runner, pools)
+
+
+def _build_mtp(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
+    draft_runner = DraftModelRunner(
+        runner,
+        req_pool=pools.req_pool,
+        kv_pool=pools.draft_kv_pool,
+        batch_invariant=args.enable_deterministic_inference,
+        show_progress=sys.stderr.isatty(),
+    )
+    rule = select_accept_rule(args, draws_by_default=False)
+    drafter = MTPDrafter(
+        draft_runner,
+        pools.req_pool,
+        num_steps=args.speculative_num_steps,
+        draws=rule.wants_probs,
+    )
+    return drafter, rule
+
+
+def _build_block(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
+    config = DraftConfig.from_path(args.speculative_draft_model_path)
+    if config.algorithm != args.speculative_algorithm:
+        raise ValueError(
+            f"{args.speculative_draft_model_path} is a {config.algorithm} checkpoint "
+            f"({config.architecture}); use --speculative-algorithm {config.algorithm}"
+        )
+    mask_token_id = resolve_mask_token(config, args.model_path)
+    model = _block_model_class(config)(
+        config,
+        target=runner.model,
+        mask_token_id=mask_token_id,
+        device=runner.device,
+        dtype=runner.dtype,
+        attn_backend=TorchNativeAttnBackend(pools.req_pool, pools.draft_kv_pool),
+    )
+    load_weights(model, config.model_path, progress=sys.stderr.isatty())
+    block_runner = BlockRunner(model, req_pool=pools.req_pool, kv_pool=pools.draft_kv_pool)
+    width = args.speculative_num_draft_tokens
+    has_probs = isinstance(model, (DFlash2DraftModel, DSparkDraftModel))
+    greedy_draft = isinstance(model, DSparkDraftModel) and envs.SGLANG_DSPARK_USE_GREEDY_DRAFT.get()
+    rule = select_accept_rule(args, draws_by_default=has_probs and not greedy_draft)
+    draws = rule.wants_probs and not greedy_draft
+    if isinstance(model, DSparkDraftModel):
+        return DSparkDrafter(block_runner, model, draft_token_num=width, draws=draws), rule
+    return DFlashDrafter(block_runner, draft_token_num=width, draws=draws), rule
+
+
+def _block_model_class(config: DraftConfig) -> type[DFlashDraftModel]:
+    if config.algorithm == "DSPARK":
+        return DSparkDraftModel
+    return DFlash2DraftModel if config.architecture == "DFlash2DraftModel" else DFlashDraftModel
+
+
+def resolve_mask_token(config: DraftConfig, target_path: str) -> int:
+    """The mask token's id: the config's, or that of its ``mask_token`` string in a tokenizer.json.
+
+    Raises: ValueError if neither tokenizer knows the string.
+    """
+    if config.mask_token_id is not None:
+        return config.mask_token_id
+    for directory in (Path(config.model_path), find_config_file(target_path).parent):
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            continue
+        for token in json.loads(file.read_text(encoding="utf-8")).get("added_tokens", ()):
+            if token["content"] == config.mask_token:
+                return int(token["id"])
+    raise ValueError(
+        f"draft checkpoint {config.model_path!r} gives no mask_token_id, and no tokenizer.json knows "
+        f"its mask_token {config.mask_token!r}; add mask_token_id to dflash_config"
+    )

@@ -1,0 +1,123 @@
+"""Pretended acceptance, for benchmarks on random weights. Its outputs are not the model's."""
+
+from __future__ import annotations
+
+import logging
+import random
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from sglang.srt.environ import envs
+from sglang.srt.speculative.accept_rule import AcceptRule, Verdict, VerifyRows, chain_verdict
+
+logger = logging.getLogger(__name__)
+
+FIXED_TOKEN_ID = 100
+
+
+class Method(Enum):
+    """How a step's accept length is drawn around the wanted mean."""
+
+    MATCH_EXPECTED = "match-expected"
+    MULTINOMIAL = "multinomial"
+
+
+class TokenMode(Enum):
+    """What is emitted: one fixed id, or the drafts and then the target's best token."""
+
+    FIXED = "fixed"
+    REAL_DRAFT_TOKEN = "real-draft-token"
+
+
+class SimulatedRule:
+    """Replaces the accepted length of every step by a random one with mean ``accept_len``.
+
+    ``accept_len`` counts the bonus, like every accept length, and is clamped to 1 .. D. One number is
+    drawn per step and holds for the whole batch. Commit, KV and drafts follow the pretended length.
+    """
+
+    def __init__(
+        self,
+        inner: AcceptRule,
+        *,
+        accept_len: float,
+        method: Method,
+        token_mode: TokenMode,
+        seed: int | None,
+    ) -> None:
+        self.name = f"simulated({inner.name})"
+        self.wants_probs = inner.wants_probs
+        self._accept_len = accept_len
+        self._method = method
+        self._token_mode = token_mode
+        self._random = random.Random(seed)
+
+    @classmethod
+    def from_environment(cls, inner: AcceptRule, *, seed: int | None) -> SimulatedRule:
+        """Read SGLANG_SIMULATE_ACC_LEN, _METHOD and _TOKEN_MODE; ValueError names a bad value."""
+        rule = cls(
+            inner,
+            accept_len=envs.SGLANG_SIMULATE_ACC_LEN.get(),
+            method=_member(
+                Method, "SGLANG_SIMULATE_ACC_METHOD", envs.SGLANG_SIMULATE_ACC_METHOD.get()
+            ),
+            token_mode=_member(
+                TokenMode,
+                "SGLANG_SIMULATE_ACC_TOKEN_MODE",
+                envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get(),
+            ),
+            seed=seed,
+        )
+        logger.warning(
+            "SGLANG_SIMULATE_ACC_LEN=%s: acceptance is pretended, outputs are not the model's",
+            rule._accept_len,
+        )
+        return rule
+
+    def accept(self, rows: VerifyRows) -> Verdict:
+        if rows.proposal.tree is not None:
+            raise ValueError(
+                "SGLANG_SIMULATE_ACC_LEN works with chains; use --speculative-eagle-topk 1 or unset it"
+            )
+        length = self.draw_length(rows.width)
+        targets = self._tokens(rows)
+        if self._token_mode is TokenMode.REAL_DRAFT_TOKEN:
+            targets[:, : length - 1] = rows.candidates[:, 1:length]
+        correct = torch.full_like(rows.candidates[:, 0], length - 1)
+        return chain_verdict(targets, correct)
+
+    def draw_length(self, width: int) -> int:
+        """Accept length of a step, 1 .. width."""
+        mean = min(max(self._accept_len, 1.0), float(width))
+        if self._method is Method.MULTINOMIAL:
+            length = round(self._random.gauss(mean, 1.0))
+        else:
+            low = int(mean)
+            length = low + (self._random.random() < mean - low)
+        return min(max(length, 1), width)
+
+    def _tokens(self, rows: VerifyRows) -> Tensor:
+        if self._token_mode is TokenMode.FIXED:
+            return torch.full_like(rows.candidates, FIXED_TOKEN_ID)
+        return torch.argmax(rows.logits, dim=-1).view(rows.candidates.shape)
+
+
+def simulated_info() -> dict[str, object]:
+    """What server info says when acceptance is pretended; empty otherwise."""
+    accept_len = envs.SGLANG_SIMULATE_ACC_LEN.get()
+    if accept_len <= 0:
+        return {}
+    return {
+        "simulated_accept_len": accept_len,
+        "simulated_accept_method": envs.SGLANG_SIMULATE_ACC_METHOD.get(),
+        "simulated_accept_token_mode": envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get(),
+    }
+
+
+def _member(kind: type[Enum], variable: str, value: str) -> Enum:
+    names = [member.value for member in kind]
+    if value not in names:
+        raise ValueError(f"{variable}={value!r}; use one of {', '.join(names)}")
+    return kind(value)
