@@ -117,8 +117,8 @@ class SchedulerMetrics:
         self._window_start, self._window_tokens = now, 0
         self._window_verify_ct = self._window_correct_ct = 0
 
-    def note_idle(self) -> None:
-        """The running set is empty: the next decode line must not count the pause."""
+    def note_resume(self) -> None:
+        """Work has arrived after a pause, which the next decode line must not count."""
         self._window_start, self._window_tokens = time.monotonic(), 0
 
     def accept_length(self) -> float:

@@ -6,13 +6,11 @@ parent, on ShutdownReq, and after a fatal error, which it reports before it exit
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
 import signal
 import sys
-import time
 import traceback
 
 import zmq
@@ -24,24 +22,28 @@ from sglang.srt.managers.io_struct import (
     decode_to_scheduler,
     encode_message,
 )
+from sglang.srt.managers.parent_watch import die_with_parent
 
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 200
-PARENT_CHECK_S = 1.0
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     """Read the start line, run until told to stop; the exit status says how it ended."""
     start = json.loads(sys.stdin.readline())
-    parent_pid = int(start["parent_pid"])
-    _die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides about Ctrl-C
+    die_with_parent(int(start["parent_pid"]))
+    logging.basicConfig(
+        level=start["server_args"]["log_level"].upper(),
+        format="[%(asctime)s] %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+    )
     # A waiting thread must sleep, not spin: a spinning barrier costs a neighbour its core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     channel = Channel(start["recv_endpoint"], start["send_endpoint"])
     try:
-        return _serve(start["server_args"], channel, parent_pid)
+        return _serve(start["server_args"], channel)
     except Exception as error:  # the process boundary: report the cause, then end
         logger.error("scheduler stopped:\n%s", traceback.format_exc())
         channel.send(FatalErrorOutput(message=f"{type(error).__name__}: {error}"))
@@ -83,39 +85,24 @@ class Channel:
         self._context.term()
 
 
-def _serve(raw_args: dict, channel: Channel, parent_pid: int) -> int:
+def _serve(raw_args: dict, channel: Channel) -> int:
     # torch is imported here, after the environment is set and the channel can report failures.
     from sglang.srt.managers.scheduler_builder import build_scheduler
 
     scheduler, info = build_scheduler(raw_args, channel.send)
     channel.send(ReadyOutput(info=info))
-    next_parent_check = 0.0
     was_idle = True
     while not scheduler.stopping:
         idle = scheduler.is_idle
         if idle and not was_idle:
-            scheduler.metrics.note_idle()
             scheduler.check_integrity()
+        elif was_idle and not idle:
+            scheduler.metrics.note_resume()
         was_idle = idle
         for frame in channel.drain(IDLE_POLL_MS if idle else 0):
             scheduler.handle(decode_to_scheduler(frame))
         scheduler.step()
-        now = time.monotonic()
-        if now >= next_parent_check:
-            next_parent_check = now + PARENT_CHECK_S
-            if os.getppid() != parent_pid:
-                logger.error("the front end (process %d) is gone; exiting", parent_pid)
-                return 1
     return 0
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the parent dies; the loop checks as well."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides about Ctrl-C
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise SystemExit("the front end ended before the scheduler started")
 
 
 if __name__ == "__main__":
