@@ -132,6 +132,7 @@ class Qwen3CoderParser:
         self._streams_text = False
         self._value_begun = False
         self._value = ""
+        self._undecided_at = 0
 
     def push(self, text: str) -> list[Event]:
         """More text."""
