@@ -13,7 +13,7 @@ OWN_ENV := $(filter $(VENV)/bin/python,$(PY))
 RUN_ENV := $(if $(OWN_ENV),$(VENV)/.ready-run)
 TEST_ENV := $(if $(OWN_ENV),$(VENV)/.ready-test)
 DEV_ENV := $(if $(OWN_ENV),$(VENV)/.ready-dev)
-PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --constraint scripts/constraints.txt
+PIP_INSTALL = $(VENV)/bin/python -m pip install -qq --constraint scripts/constraints.txt
 
 .PHONY: help demo test test-long test-cuda test-amd check format lint types gates unit args-doc clean
 
@@ -64,7 +64,7 @@ clean: ## remove the environment and what the tools left
 $(VENV)/.ready-torch:
 	@echo "creating $(VENV) and installing $(TORCH) (once)"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python scripts/has_torch.py || $(VENV)/bin/python -m pip install --quiet "$(TORCH)"
+	@$(VENV)/bin/python scripts/has_torch.py || $(VENV)/bin/python -m pip install -qq "$(TORCH)"
 	@touch $@
 
 $(VENV)/.ready-run: $(VENV)/.ready-torch pyproject.toml scripts/constraints.txt
