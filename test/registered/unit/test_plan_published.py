@@ -191,7 +191,9 @@ def test_fp8_weights_take_one_byte_and_a_scale_a_block():
 def test_shards_add_up(tp_size):
     """Every rank's linear weights times the ranks give the whole model, replicated parts aside."""
     config = model("Qwen3.6-35B-A3B")
-    one = sum(w.num_params for w in target_weights(config) if w.linear and "gate" not in w.name[-18:])
+    one = sum(
+        w.num_params for w in target_weights(config) if w.linear and "gate" not in w.name[-18:]
+    )
     shard = sum(
         w.num_params
         for w in target_weights(config, tp_size=tp_size)
