@@ -66,6 +66,7 @@ class FakeScheduler:
         context = zmq.Context()
         self.inbox = context.socket(zmq.PULL)
         self.outbox = context.socket(zmq.PUSH)
+        self.outbox.setsockopt(zmq.LINGER, 1000)
         self.inbox.connect(recv)
         self.outbox.connect(send)
 

@@ -94,7 +94,10 @@ class FrontEnd:
         self.manager.fail_all(unavailable("the server is shutting down"))
         if self._heartbeat is not None:
             self._heartbeat.cancel()
-        await self.client.shutdown()
+        if self._ready.is_set():
+            await self.client.shutdown()
+        else:
+            self.client.kill()
 
     def drain(self) -> None:
         """Refuse new requests; running ones go on."""

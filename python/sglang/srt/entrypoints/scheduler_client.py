@@ -168,9 +168,6 @@ class SchedulerClient:
         if self._watch is not None:
             self._watch.cancel()
         self._loop.remove_reader(self._pull.getsockopt(zmq.FD))
-        self._pull.close()
-        self._push.setsockopt(zmq.LINGER, 1000)
-        self._push.close()
         assert self._process.stdin is not None
         self._process.stdin.close()
         deadline = self._loop.time() + timeout_s

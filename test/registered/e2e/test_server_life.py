@@ -1,0 +1,339 @@
+"""Starting, serving, losing clients, losing the scheduler, stopping; keys, limits, queues."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from sglang.srt.utils.network import find_free_port
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.front_end_case import FakeServer, is_alive, write_front_end_model
+
+register_cpu_ci(est_time=45, suite="e2e")
+
+SLOW = {"step_s": 0.02}
+LONG = {"prompt": "abc", "max_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_front_end_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def slow(model):
+    with FakeServer(model, options=SLOW) as server:
+        yield server.wait_ready()
+
+
+def wait_until(condition, timeout_s=5.0):
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def in_thread(call):
+    """Run `call` in a thread; `.result` holds what it returned or raised."""
+
+    def run():
+        try:
+            thread.result = call()
+        except Exception as error:
+            thread.result = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.result = None
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_leaves_frees_its_requests(slow, path, stream):
+    """Catches requests that run on for nobody (F87); n is 2, so both must go."""
+    body = {
+        "/v1/completions": LONG | {"n": 2},
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": "a"}],
+            "n": 2,
+            "min_tokens": 30,
+        },
+        "/generate": {"text": "abc", "sampling_params": {"max_new_tokens": 60, "n": 2}},
+    }[path]
+    before = slow.counts()
+    data = json.dumps(body | {"stream": stream}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", slow.port)) as connection:
+        connection.sendall(head + data)
+        if stream:
+            assert connection.recv(100)
+        assert wait_until(lambda: slow.counts()["num_running"] == 2)
+    assert wait_until(lambda: slow.counts()["num_running"] == 0, 1.0)
+    after = slow.counts()
+    assert after["aborts"] - before["aborts"] == 2
+    assert after["finished"] == before["finished"]
+
+
+def test_abort_by_rid(slow):
+    """Catches an abort that ends another request, or leaves the caller waiting."""
+    post = lambda rid: httpx.post(slow.url + "/v1/completions", json=LONG | {"rid": rid})  # noqa: E731
+    threads = [in_thread(lambda rid=rid: post(rid)) for rid in ("first", "second")]
+    assert wait_until(lambda: slow.counts()["num_running"] == 2)
+    assert httpx.post(slow.url + "/abort_request", json={"rid": "first"}).status_code == 200
+    for thread in threads:
+        thread.join(10)
+    reasons = [thread.result.json()["choices"][0]["finish_reason"] for thread in threads]
+    assert reasons == ["abort", "length"]
+    assert httpx.post(slow.url + "/abort_request", json={}).status_code == 400
+
+
+def test_one_bad_request_disturbs_no_other(slow):
+    """Catches a fault that reaches its neighbours, and a flush that harms them (F89, F98)."""
+    thread = in_thread(lambda: httpx.post(slow.url + "/v1/completions", json=LONG))
+    assert wait_until(lambda: slow.counts()["num_running"] == 1)
+    for body in ({"prompt": ""}, {"prompt": [10**6]}, {"prompt": "a", "temperature": -1}):
+        assert httpx.post(slow.url + "/v1/completions", json=body).status_code == 400
+    assert httpx.post(slow.url + "/flush_cache").status_code == 400
+    thread.join(10)
+    assert thread.result.json()["choices"][0]["text"] == "abc" * 20
+
+
+def test_duplicate_rid_is_refused(slow):
+    """Catches two requests that share a row of the request table."""
+    thread = in_thread(
+        lambda: httpx.post(slow.url + "/v1/completions", json=LONG | {"rid": "same"})
+    )
+    assert wait_until(lambda: slow.counts()["num_running"] == 1)
+    reply = httpx.post(slow.url + "/v1/completions", json=LONG | {"rid": "same"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "rid")
+    thread.join(10)
+    assert thread.result.status_code == 200
+    reply = httpx.post(
+        slow.url + "/v1/completions",
+        json={"prompt": "a", "max_tokens": 1},
+        headers={"x-request-id": "from-router"},
+    )
+    assert reply.json()["id"] == "from-router"
+
+
+def test_many_streams_at_once(slow):
+    """Catches text that ends up in another stream."""
+
+    def stream(letter):
+        body = {"prompt": letter, "max_tokens": 10, "stream": True}
+        text = ""
+        with httpx.stream("POST", slow.url + "/v1/completions", json=body, timeout=30) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        return text
+
+    letters = [chr(97 + i % 26) for i in range(32)]
+    threads = [in_thread(lambda letter=letter: stream(letter)) for letter in letters]
+    for thread in threads:
+        thread.join(30)
+    assert [thread.result for thread in threads] == [letter * 10 for letter in letters]
+
+
+def test_keys(model):
+    """Catches an open route, a closed probe, and a user key that can flush."""
+    flags = ("--api-key", "user", "--admin-api-key", "admin")
+    with FakeServer(model, *flags) as server:
+        server.wait_ready()
+
+        def status(method, path, key=None):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            body = {"prompt": "a", "max_tokens": 1} if method == "POST" else None
+            return httpx.request(method, server.url + path, headers=headers, json=body).status_code
+
+        for path in ("/health", "/ready", "/health_generate", "/metrics"):
+            assert status("GET", path) == 200
+        for path in ("/v1/models", "/server_info", "/nothing"):
+            assert status("GET", path) == 401
+            assert status("GET", path, "wrong") == 401
+            assert status("GET", path, "user") in (200, 404)
+        assert status("POST", "/v1/completions") == 401
+        assert status("POST", "/v1/completions", "user") == 200
+        assert status("POST", "/flush_cache", "user") == 401
+        assert status("POST", "/flush_cache", "admin") == 200
+        reply = httpx.get(server.url + "/v1/models", headers={"Origin": "http://elsewhere"})
+        assert "access-control-allow-origin" not in reply.headers
+
+
+def test_cors_opens_only_for_the_named_origin(model):
+    """Catches CORS that is open by default or for everyone."""
+    with FakeServer(model, "--cors-allow-origins", "http://here") as server:
+        server.wait_ready()
+        for origin, allowed in (("http://here", "http://here"), ("http://there", None)):
+            reply = httpx.get(server.url + "/v1/models", headers={"Origin": origin})
+            assert reply.headers.get("access-control-allow-origin") == allowed
+
+
+def test_body_limit(model):
+    """Catches a body that fills the memory, with and without its length announced."""
+    with FakeServer(model, "--max-request-body-mb", "0.01") as server:
+        server.wait_ready()
+        big = json.dumps({"prompt": "a" * 20000}).encode()
+        url = server.url + "/v1/completions"
+        for content in (big, iter([big[:9000], big[9000:]])):
+            reply = httpx.post(url, content=content)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_large")
+        assert httpx.post(url, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_full_queue_answers_every_request(model):
+    """Catches a request over the limit that hangs (F93); the fake runs 8, and 2 may wait."""
+    with FakeServer(model, "--max-queued-requests", "2", options=SLOW) as server:
+        server.wait_ready()
+        threads = [
+            in_thread(lambda: httpx.post(server.url + "/v1/completions", json=LONG, timeout=20))
+            for _ in range(20)
+        ]
+        for thread in threads:
+            thread.join(20)
+        statuses = sorted(thread.result.status_code for thread in threads)
+        assert statuses == [200] * 10 + [503] * 10
+        refused = next(t.result for t in threads if t.result.status_code == 503)
+        assert refused.headers["retry-after"] and refused.json()["error"]["code"] == "queue_full"
+
+
+def test_long_prompt_is_cut_when_asked(model):
+    """Catches truncation at the wrong end, and truncation that nobody asked for."""
+    with FakeServer(model, "--allow-auto-truncate") as server:
+        server.wait_ready()
+        body = {"prompt": "a" * 70 + "b" * 62, "max_tokens": 5}
+        reply = httpx.post(server.url + "/v1/completions", json=body).json()
+        assert reply["usage"] == {
+            "prompt_tokens": 63,
+            "completion_tokens": 1,
+            "total_tokens": 64,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        }
+        assert reply["choices"][0]["text"] == "a"
+
+
+def test_loading_answers_503(model):
+    """Catches a probe that is green, or refused, while the model loads."""
+    with FakeServer(model, options={"load_s": 1.5}) as server:
+        assert wait_until(lambda: server.status("/health") == 503)
+        reply = httpx.post(server.url + "/v1/completions", json=LONG)
+        assert reply.status_code == 503 and "loading" in reply.json()["error"]["message"]
+        server.wait_ready()
+
+
+def test_failed_load_exits_with_the_reason(model):
+    """Catches a server that stays up, or exits 0, without a model."""
+    with FakeServer(model, options={"fail": "no memory for weights"}) as server:
+        assert server.process.wait(20) == 1
+        assert "no memory for weights" in server.log()
+
+
+def test_dead_scheduler_ends_requests_and_server(model):
+    """Catches requests that wait for a process which is gone."""
+    with FakeServer(model, options=SLOW) as server:
+        server.wait_ready()
+        running = in_thread(lambda: httpx.post(server.url + "/v1/completions", json=LONG))
+        assert wait_until(lambda: server.counts()["num_running"] == 1)
+        fatal = httpx.post(server.url + "/v1/completions", json=LONG | {"priority": -7})
+        running.join(10)
+        for reply in (fatal, running.result):
+            assert reply.status_code == 503
+            assert "scheduler process ended (exit code 3)" in reply.json()["error"]["message"]
+        assert server.process.wait(20) == 1
+        assert "scheduler process ended" in server.log()
+
+
+def test_killed_scheduler_breaks_streams_with_an_error(model):
+    """Catches a stream that just stops."""
+    with FakeServer(model, options=SLOW) as server:
+        server.wait_ready()
+        (child,) = server.children()
+        body = LONG | {"stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body) as reply:
+            lines = iter(line for line in reply.iter_lines() if line)
+            next(lines)
+            os.kill(child, signal.SIGKILL)
+            rest = list(lines)
+        assert "killed by signal 9" in rest[-2] and rest[-1] == "data: [DONE]"
+        assert server.process.wait(20) == 1
+
+
+def test_hard_kill_leaves_no_child_and_the_port_free(model):
+    """Catches a scheduler that outlives its server, and a port that stays taken (F95)."""
+    with FakeServer(model, options=SLOW) as server:
+        server.wait_ready()
+        (child,) = server.children()
+        in_thread(lambda: httpx.post(server.url + "/v1/completions", json=LONG))
+        assert wait_until(lambda: server.counts()["num_running"] == 1)
+        server.process.kill()
+        server.process.wait()
+        assert wait_until(lambda: not is_alive(child), 5.0)
+        with FakeServer(model, "--port", str(server.port)) as again:
+            again.url = server.url
+            again.wait_ready()
+
+
+def test_sigterm_drains(model):
+    """Catches a drain that cuts a request, takes new ones, or exits non-zero (F96)."""
+    with FakeServer(model, options=SLOW) as server:
+        server.wait_ready()
+        (child,) = server.children()
+        running = in_thread(lambda: httpx.post(server.url + "/v1/completions", json=LONG))
+        assert wait_until(lambda: server.counts()["num_running"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert wait_until(lambda: server.status("/health") == 503, 1.0)
+        refused = httpx.post(server.url + "/v1/completions", json=LONG)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        running.join(10)
+        assert running.result.json()["choices"][0]["text"] == "abc" * 20
+        assert server.process.wait(10) == 0
+        assert not is_alive(child)
+
+
+def test_drain_has_a_limit_and_a_second_signal_ends_at_once(model):
+    """Catches a server that one slow request keeps alive."""
+    slow = {"step_s": 1.0}
+    with FakeServer(model, "--drain-timeout", "0.5", options=slow) as server:
+        server.wait_ready()
+        running = in_thread(
+            lambda: httpx.post(server.url + "/v1/completions", json=LONG, timeout=20)
+        )
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+        running.join(5)
+        assert running.result.status_code == 503
+    with FakeServer(model, options=slow) as server:
+        server.wait_ready()
+        (child,) = server.children()
+        in_thread(lambda: httpx.post(server.url + "/v1/completions", json=LONG, timeout=20))
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(2) == 128 + signal.SIGTERM
+        assert wait_until(lambda: not is_alive(child), 2.0)
+
+
+def test_taken_port_is_named(model):
+    """Catches a port conflict that shows only after the model has loaded."""
+    port = find_free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        with FakeServer(model, "--port", str(port)) as server:
+            assert server.process.wait(20) == 1
+            assert f"--port {port}" in server.log()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
