@@ -38,6 +38,15 @@ PROMPTS = (
     "And the lord said unto the people, let",
 )
 LOSSLESS_FLAG = "--enable-linear-lossless-verify"
+SIZE_FLAGS = (
+    "--max-running-requests",
+    "8",
+    "--max-mamba-cache-size",
+    "48",
+    "--max-total-tokens",
+    "100000000",
+)
+"""The same requests and states on both servers, so that all memory saved goes to the KV pool."""
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 120.0
@@ -228,12 +237,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens for each prompt")
     parser.add_argument(
         "--device-memory-gb",
-        default="0.25",
-        help="memory that each server plans with, in GiB, so that the two can be compared",
+        default="0.5",
+        help="memory that each server plans with, in GiB (default: 0.5)",
     )
     parser.add_argument("--device", default="cpu", help="device of both servers (default: cpu)")
     args = parser.parse_args(argv)
-    flags = ["--device", args.device, "--device-memory-gb", args.device_memory_gb]
+    flags = ["--device", args.device, "--device-memory-gb", args.device_memory_gb, *SIZE_FLAGS]
     # A terminated demo must not leave a server behind: turn SIGTERM into an exception.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
