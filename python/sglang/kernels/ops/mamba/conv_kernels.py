@@ -82,7 +82,9 @@ def conv_update_kernel(
                         cur = cur - 1
             value = tl.load(p_x + cur * x_stride_token, mask=in_d & (cur >= 0), other=0.0)
             past = tl.load(
-                p_state + (WIDTH - 1 + cur) * state_stride_col, mask=in_d & (cur < 0) & live, other=0.0
+                p_state + (WIDTH - 1 + cur) * state_stride_col,
+                mask=in_d & (cur < 0) & live,
+                other=0.0,
             )
             value = value.to(tl.float32) + past.to(tl.float32)
             tap_weight = tl.load(weight + o_d * weight_stride + tap, mask=in_d, other=0.0)
@@ -229,7 +231,9 @@ def conv_window_kernel(
         p_x = x + (first + cur) * x_stride_token + o_d * x_stride_dim
         value = tl.load(p_x, mask=in_d & live & (cur >= 0), other=0.0).to(tl.float32)
         old = in_d & readable & (cur < 0)
-        value += tl.load(p_from + (col + count) * state_stride_col, mask=old, other=0.0).to(tl.float32)
+        value += tl.load(p_from + (col + count) * state_stride_col, mask=old, other=0.0).to(
+            tl.float32
+        )
         tl.store(
             p_to + col * state_stride_col, value.to(conv_state.dtype.element_ty), mask=in_d & live
         )

@@ -170,7 +170,9 @@ def fused_mamba_state_scatter_with_mask(
     src_indices_raw None means row i. Layer and slot strides of dst are free.
     Raises: ValueError on a wrong rank, device, layer count, entry shape or index length.
     """
-    _scatter(dst, src, dst_indices_raw, step_indices_raw, src_indices_raw, None, None, windows=False)
+    _scatter(
+        dst, src, dst_indices_raw, step_indices_raw, src_indices_raw, None, None, windows=False
+    )
 
 
 def fused_conv_window_scatter_with_mask(

@@ -121,7 +121,9 @@ def fused_recurrent_gated_delta_rule_packed_decode(
         if tuple(gate.shape) != (batch, num_v_heads):
             raise ValueError(f"{name} must be [{batch}, {num_v_heads}], got {tuple(gate.shape)}")
     if ssm_state_indices.shape != (batch,):
-        raise ValueError(f"ssm_state_indices must be [{batch}], got {tuple(ssm_state_indices.shape)}")
+        raise ValueError(
+            f"ssm_state_indices must be [{batch}], got {tuple(ssm_state_indices.shape)}"
+        )
     num_k_heads = key_width // dim_k
     q, k, v = mixed_qkv.split((key_width, key_width, value_width), dim=-1)
     block_v, num_warps = _select_recurrent_launch_config(

@@ -105,7 +105,9 @@ def fused_sigmoid_gating_delta_rule_update(
     if records and intermediate_state_indices is None:
         intermediate_state_indices = torch.arange(num_requests, dtype=torch.int32, device=q.device)
     if retrieve_parent_token is not None and intermediate_states_buffer is None:
-        raise ValueError("retrieve_parent_token needs intermediate_states_buffer: parents are read there")
+        raise ValueError(
+            "retrieve_parent_token needs intermediate_states_buffer: parents are read there"
+        )
     block_v, num_warps = _select_recurrent_launch_config(
         num_requests,
         q.shape[2],

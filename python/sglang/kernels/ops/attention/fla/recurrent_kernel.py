@@ -132,7 +132,9 @@ def recurrent_step_kernel(
             k + batch * k_stride_batch + here * k_stride_token + i_h * K + o_k, mask=in_k, other=0.0
         ).to(tl.float32)
         b_v = tl.load(
-            v + batch * v_stride_batch + here * v_stride_token + i_hv * V + o_v, mask=in_v, other=0.0
+            v + batch * v_stride_batch + here * v_stride_token + i_hv * V + o_v,
+            mask=in_v,
+            other=0.0,
         ).to(tl.float32)
         if GATES_GIVEN:
             log_decay = tl.load(a + flat * a_stride_token + i_hv).to(tl.float32)

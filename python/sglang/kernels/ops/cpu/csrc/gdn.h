@@ -318,7 +318,9 @@ class GdnTask {
 static void gdn_rows(const GdnShape& shape, const GdnWeights& weights, const GdnState& state,
                      const GdnRows& rows) {
   const int groups = int(shape.HK);
-  parallel_for(int(rows.num_requests) * groups, [&](int index) {
+  const double tokens = rows.num_requests > 0 ? rows.starts[rows.num_requests] : 0;
+  const double cost_us = tokens * shape.HV * shape.V * shape.K * 8 / 40e3;
+  parallel_for(int(rows.num_requests) * groups, cost_us, [&](int index) {
     const int request = index / groups, group = index % groups;
     if (state.conv_bf16) {
       if (state.ssm_bf16)
@@ -368,7 +370,8 @@ static void replay_head(const Replay& r, int64_t layer, int64_t i, int64_t head,
 
 static void replay(const Replay& r) {
   // Requests of one head run in order, so rows that name the same slot behave as if sequential.
-  parallel_for(int(r.L * r.HV), [&](int index) {
+  const double cost_us = double(r.n) * r.D * r.L * r.HV * r.V * r.K * 2 / 40e3;
+  parallel_for(int(r.L * r.HV), cost_us, [&](int index) {
     static thread_local std::vector<float> memory;
     if (int64_t(memory.size()) < r.V * r.K) memory.resize(r.V * r.K);
     for (int64_t i = 0; i < r.n; ++i) {

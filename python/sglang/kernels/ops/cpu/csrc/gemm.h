@@ -3,6 +3,7 @@
 // Weights are packed in panels [N / 64, K, 64].
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "pool.h"
@@ -32,12 +33,14 @@ static void pack(W* storage, int64_t rows, int64_t cols) {
   }
 }
 
+// Tiles of rows x vectors whose accumulators fit the registers. Few rows take whole panels, so that
+// weights stream; up to kWideRows take them in narrow strips, so that weights are read once.
 #if defined(__AVX512F__)
-constexpr int kMaxRows = 6;   // 6 x 4 accumulators, 4 weights and a broadcast in 32 registers
-constexpr int kTileVecs = 4;
+constexpr int kMaxRows = 6, kTileVecs = 4;
+constexpr int kWideRows = 12, kWideVecs = 2;
 #else
-constexpr int kMaxRows = 4;
-constexpr int kTileVecs = 1;
+constexpr int kMaxRows = 4, kTileVecs = 1;
+constexpr int kWideRows = 4, kWideVecs = 1;
 #endif
 
 // R rows times NV * 16 columns of a panel, starting at column vector `first`.
@@ -61,21 +64,31 @@ static inline void tile(const float* x, int64_t ldx, const W* panel, int first, 
     for (int j = 0; j < NV; ++j) store(out + r * kPanel + (first + j) * kLanes, acc[r][j]);
 }
 
-// out [rows, 64], rows <= kMaxRows
+template <int R, int NV, class W>
+static inline void panel_tiles(const float* x, int64_t ldx, const W* panel, int64_t cols,
+                               float* out) {
+  for (int first = 0; first < kVecs; first += NV) tile<R, NV>(x, ldx, panel, first, cols, out);
+}
+
+// out [rows, 64], rows <= kWideRows
 template <class W>
 static inline void panel_rows(const float* x, int64_t ldx, int rows, const W* panel, int64_t cols,
                               float* out) {
-  for (int first = 0; first < kVecs; first += kTileVecs) {
-    switch (rows) {
-      case 1: tile<1, kTileVecs>(x, ldx, panel, first, cols, out); break;
-      case 2: tile<2, kTileVecs>(x, ldx, panel, first, cols, out); break;
-      case 3: tile<3, kTileVecs>(x, ldx, panel, first, cols, out); break;
-      case 4: tile<4, kTileVecs>(x, ldx, panel, first, cols, out); break;
+  switch (rows) {
+    case 1: return panel_tiles<1, kTileVecs>(x, ldx, panel, cols, out);
+    case 2: return panel_tiles<2, kTileVecs>(x, ldx, panel, cols, out);
+    case 3: return panel_tiles<3, kTileVecs>(x, ldx, panel, cols, out);
+    case 4: return panel_tiles<4, kTileVecs>(x, ldx, panel, cols, out);
 #if defined(__AVX512F__)
-      case 5: tile<5, kTileVecs>(x, ldx, panel, first, cols, out); break;
-      case 6: tile<6, kTileVecs>(x, ldx, panel, first, cols, out); break;
+    case 5: return panel_tiles<5, kTileVecs>(x, ldx, panel, cols, out);
+    case 6: return panel_tiles<6, kTileVecs>(x, ldx, panel, cols, out);
+    case 7: return panel_tiles<7, kWideVecs>(x, ldx, panel, cols, out);
+    case 8: return panel_tiles<8, kWideVecs>(x, ldx, panel, cols, out);
+    case 9: return panel_tiles<9, kWideVecs>(x, ldx, panel, cols, out);
+    case 10: return panel_tiles<10, kWideVecs>(x, ldx, panel, cols, out);
+    case 11: return panel_tiles<11, kWideVecs>(x, ldx, panel, cols, out);
+    case 12: return panel_tiles<12, kWideVecs>(x, ldx, panel, cols, out);
 #endif
-    }
   }
 }
 
@@ -88,9 +101,9 @@ static void panel_block(const Linear& linear, int64_t panel, const float* x, int
   const W* w = static_cast<const W*>(linear.weight) + panel * kPanel * linear.cols;
   const int64_t n0 = panel * kPanel;
   const int width = int(linear.rows - n0 < kPanel ? linear.rows - n0 : kPanel);
-  alignas(64) float out[kMaxRows * kPanel];
-  int64_t left = row1 - row0;
-  int64_t blocks = (left + kMaxRows - 1) / kMaxRows;
+  alignas(64) float out[kWideRows * kPanel];
+  const int64_t most = row1 - row0 <= kWideRows ? kWideRows : kMaxRows;
+  int64_t blocks = (row1 - row0 + most - 1) / most;
   for (int64_t t = row0; t < row1; --blocks) {
     int rows = int((row1 - t + blocks - 1) / blocks);
     panel_rows(x + t * ldx, ldx, rows, w, linear.cols, out);
@@ -113,7 +126,9 @@ static void linear(const Linear& weights, const float* x, int64_t ldx, int64_t r
                    int64_t ldy, Epilogue epilogue) {
   const int64_t panels = (weights.rows + kPanel - 1) / kPanel;
   const int64_t tiles = (rows + kRowTile - 1) / kRowTile;
-  parallel_for(int(panels * tiles), [&](int index) {
+  const double bytes = double(weights.rows) * weights.cols * (weights.is_bf16 ? 2 : 4);
+  const double flops = 2.0 * weights.rows * weights.cols * rows;
+  parallel_for(int(panels * tiles), std::max(bytes / 25e3, flops / 80e3), [&](int index) {
     int64_t row0 = (index / panels) * kRowTile, panel = index % panels;
     int64_t row1 = row0 + kRowTile < rows ? row0 + kRowTile : rows;
     if (weights.is_bf16)

@@ -170,7 +170,8 @@ class Forward {
   template <class F>
   void each_row(int64_t work_per_row, F&& body) const {
     const int64_t piece = std::max<int64_t>(1, 65536 / std::max<int64_t>(1, work_per_row));
-    parallel_for(int((T_ + piece - 1) / piece), [&](int index) {
+    const double cost_us = double(T_) * work_per_row / 4e3;
+    parallel_for(int((T_ + piece - 1) / piece), cost_us, [&](int index) {
       const int64_t end = std::min(T_, (index + 1) * piece);
       for (int64_t t = index * piece; t < end; ++t) body(t);
     });
@@ -211,7 +212,10 @@ class Forward {
     each_row(4 * width, [&](int64_t t) { prepare_row(layer, t, p + t * width); });
     const int64_t q_step = s.head_dim * (m_.has_gate ? 2 : 1);
     const int64_t group = s.heads / s.kv_heads;
-    parallel_for(int(T_ * s.kv_heads), [&](int index) {
+    double context = 0;
+    for (int64_t t = 0; t < T_; ++t) context += double(b_.positions[t] + 1);
+    const double cost_us = context * s.heads * s.head_dim * 4 / 20e3;
+    parallel_for(int(T_ * s.kv_heads), cost_us, [&](int index) {
       const int64_t t = index / s.kv_heads, h = index % s.kv_heads;
       const int32_t* slots = m_.req_to_token + b_.req_rows[request_[t]] * m_.req_stride;
       const float* q = p + t * width + h * group * q_step;
@@ -271,7 +275,7 @@ class Forward {
     float* mid = buffer(4, rows * I);
     linear(gate_up, x, H, rows, both, 2 * I, kStore);
     const int64_t piece = std::max<int64_t>(1, 32768 / I);
-    parallel_for(int((rows + piece - 1) / piece), [&](int index) {
+    parallel_for(int((rows + piece - 1) / piece), double(rows) * I / 1e3, [&](int index) {
       const int64_t end = std::min(rows, (index + 1) * piece);
       for (int64_t t = index * piece; t < end; ++t)
         silu_mul(both + t * 2 * I, both + t * 2 * I + I, int(I), mid + t * I);

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace sgl {
@@ -109,10 +110,20 @@ class Pool {
   void* context_ = nullptr;
 };
 
+// Below this much work, waking or waiting for another thread costs more than it saves, and a busy
+// neighbour on the other core would hold up short calls. A guess, measured on 2 virtual cores.
+constexpr double kWorthSharingUs = 200.0;
+
+// body(0 .. count-1), shared between threads if all of it takes about `cost_us` or more.
 template <class F>
-static inline void parallel_for(int count, F&& body) {
+static inline void parallel_for(int count, double cost_us, F&& body) {
+  if (cost_us < kWorthSharingUs) {
+    for (int i = 0; i < count; ++i) body(i);
+    return;
+  }
+  typedef typename std::remove_reference<F>::type Body;
   Pool::instance().run(
-      count, [](void* context, int index) { (*static_cast<F*>(context))(index); }, &body);
+      count, [](void* context, int index) { (*static_cast<Body*>(context))(index); }, &body);
 }
 
 }  // namespace sgl

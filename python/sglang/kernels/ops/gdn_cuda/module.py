@@ -1,0 +1,149 @@
+"""Compiles the CUDA C++ kernels at first use (NVRTC) and launches them through the driver.
+
+Needs the package `cuda-bindings` and a device of compute capability 9.0 or later (bulk copies).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from sglang.kernels.ops.gdn_cuda.launch_table import VerifyTile
+
+HAS_BINDINGS: bool = importlib.util.find_spec("cuda") is not None and (
+    importlib.util.find_spec("cuda.bindings") is not None
+)
+if HAS_BINDINGS:
+    from cuda.bindings import driver, nvrtc
+
+SOURCE = Path(__file__).with_name("csrc") / "gdn_verify.cu"
+MIN_CAPABILITY = (9, 0)
+HEAD_DIM = 128
+MAX_DRAFT_TOKENS = 32
+
+
+def unavailable_reason() -> str | None:
+    """None if the kernels can run on the current device, else why not."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.version.hip is not None:
+        return "ROCm build; the Triton kernels serve it"
+    if not HAS_BINDINGS:
+        return "the package 'cuda-bindings' is not installed"
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is below 9.0"
+    return None
+
+
+def _check(result: tuple) -> tuple:
+    error, *values = result
+    if int(error) != 0:
+        raise RuntimeError(f"CUDA call failed: {error}")
+    return tuple(values)
+
+
+def compile_cubin(tile: VerifyTile, *, state_is_bf16: bool, arch: str) -> bytes:
+    """Machine code of the kernels for `arch` ("sm_90"). Raises: RuntimeError with the compiler's log."""
+    source = SOURCE.read_bytes()
+    (program,) = _check(nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), 0, [], []))
+    options = [
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        f"-DNW={tile.num_warps}",
+        f"-DRPL={tile.rows_per_lane}",
+        f"-DMIN_CTAS={tile.min_ctas}",
+        f"-DSTATE_BF16={int(state_is_bf16)}",
+    ]
+    encoded = [option.encode() for option in options]
+    error, *_ = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+    if int(error) != 0:
+        (size,) = _check(nvrtc.nvrtcGetProgramLogSize(program))
+        log = b" " * size
+        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(f"{SOURCE.name} does not compile for {arch}: {log.decode()}")
+    (size,) = _check(nvrtc.nvrtcGetCUBINSize(program))
+    cubin = b" " * size
+    _check(nvrtc.nvrtcGetCUBIN(program, cubin))
+    return cubin
+
+
+class GdnCudaModule:
+    """The loaded kernels of one tile, state dtype and device."""
+
+    def __init__(self, tile: VerifyTile, *, state_is_bf16: bool, device: torch.device) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        torch.cuda.current_stream(device)
+        self.tile = tile
+        self.state_bytes = 2 if state_is_bf16 else 4
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        cubin = compile_cubin(tile, state_is_bf16=state_is_bf16, arch=f"sm_{major}{minor}")
+        (self._module,) = _check(driver.cuModuleLoadData(cubin))
+        self._functions = {
+            name: _check(driver.cuModuleGetFunction(self._module, name.encode()))[0]
+            for name in ("gdn_verify", "gdn_deferred_commit", "gdn_deferred_clear")
+        }
+        self._resident: dict[int, int] = {}
+
+    def smem_bytes(self, num_tokens: int) -> int:
+        """Dynamic shared memory of one CTA; the layout is `carve` in the source."""
+        rows = self.tile.unit_rows
+        per_token = HEAD_DIM * (8 + 4) + rows * 2 + 8
+        return rows * HEAD_DIM * self.state_bytes + num_tokens * per_token
+
+    def resident_ctas(self, num_tokens: int) -> int:
+        """CTAs of the verify that fit one multiprocessor at once."""
+        if num_tokens not in self._resident:
+            smem = self.smem_bytes(num_tokens)
+            function = self._functions["gdn_verify"]
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            largest = max([smem, *(self.smem_bytes(t) for t in self._resident)])
+            _check(driver.cuFuncSetAttribute(function, attribute, largest))
+            (count,) = _check(
+                driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                    function, self.tile.num_warps * 32, smem
+                )
+            )
+            self._resident[num_tokens] = count
+        return self._resident[num_tokens]
+
+    def grid_for(self, num_units: int, num_tokens: int) -> int:
+        """CTAs to launch: every CTA works through the same number of units, give or take one."""
+        places = max(1, self.num_sms * self.resident_ctas(num_tokens))
+        rounds = max(-(-num_units // places), min(self.tile.min_rounds, num_units))
+        return -(-num_units // rounds)
+
+    def launch(
+        self, name: str, grid: int, threads: int, smem: int, arguments: list[ctypes._SimpleCData]
+    ) -> None:
+        """Launch on PyTorch's current stream. Arguments are ctypes values or structures, by value."""
+        addresses = (ctypes.c_void_p * len(arguments))(
+            *(ctypes.addressof(argument) for argument in arguments)
+        )
+        stream = torch.cuda.current_stream().cuda_stream
+        _check(
+            driver.cuLaunchKernel(
+                self._functions[name],
+                grid,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                smem,
+                stream,
+                ctypes.addressof(addresses),
+                0,
+            )
+        )
+
+
+@cache
+def load_module(tile: VerifyTile, state_is_bf16: bool, device_index: int) -> GdnCudaModule:
+    """The compiled kernels, once per process, tile, dtype and device."""
+    device = torch.device("cuda", device_index)
+    return GdnCudaModule(tile, state_is_bf16=state_is_bf16, device=device)
