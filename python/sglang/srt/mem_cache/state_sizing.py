@@ -132,13 +132,15 @@ def divide(costs: StateCosts, request: StateRequest, rest_bytes: int) -> Divisio
 
     Slots are whole, so right after the solution gains a slot the KV share would fall back by up to
     the price of one. There the division of a slightly smaller budget is used, which leaves a part of
-    a slot unspent. ``kv_bytes`` is negative when the state pool alone exceeds the budget.
+    a slot unspent. Budgets too small for one request's slots are outside that promise, and
+    ``kv_bytes`` is negative when the state pool alone exceeds the budget.
     """
     state = solve(costs, request, rest_bytes)
     best = Division(state, rest_bytes - state.charged)
     if state.branch != 3:
         return best
-    for slots in range(state.slots - 1, max(0, state.slots - 2 * costs.ratio - 2), -1):
+    fewest = max(costs.ratio, state.slots - 2 * costs.ratio - 1)
+    for slots in range(state.slots - 1, fewest - 1, -1):
         smaller = charge(costs, request, slots, 3)
         kv_bytes = min(rest_bytes, _last_budget_of(costs, request, slots)) - smaller.charged
         if kv_bytes > best.kv_bytes:
@@ -170,7 +172,8 @@ def divide_lossless(
     """
     lossless = divide(costs, request, rest_bytes)
     default = divide(replace(costs, row=snapshot_row), request, rest_bytes)
-    if lossless.kv_bytes >= default.kv_bytes or costs.row > snapshot_row:
+    comparable = costs.row <= snapshot_row and default.state.slots >= costs.ratio
+    if lossless.kv_bytes >= default.kv_bytes or not comparable:
         return lossless
     low, high = default.state.slots, lossless.state.slots
     while low < high:
