@@ -10,12 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache.blob_io import BlobIO
+from sglang.srt.mem_cache.hierarchical_cache import FileTier, HierarchicalCache, HostTierSize
 from sglang.srt.mem_cache.pool.kv_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool.req_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -28,9 +30,6 @@ from sglang.srt.mem_cache.track import (
     crossing_step,
     decode_track_rows,
 )
-
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hierarchical_cache import HierarchicalCache
 
 _MODULUS = (1 << 23) - 15
 
@@ -84,6 +83,10 @@ class RigConfig:
     max_step_tokens: int = 4
     max_context_len: int = 192
     radix: bool = True
+    host_pages: int = 0
+    host_states: int = 0
+    write_policy: str = "write_through"
+    storage_dir: Path | None = None
     device: str = "cpu"
 
 
@@ -127,7 +130,7 @@ class MemoryRig:
             config.num_tokens, config.page_size, torch.float32, 1, 2, 2, config.device
         )
         self.tree = self._build_tree() if config.radix else None
-        self.host = self.build_host()
+        self.host = self._build_host()
         self.memory = self.memory_type(
             slots=RequestSlots(self.pool),
             allocator=self.allocator,
@@ -146,9 +149,31 @@ class MemoryRig:
             free_state=self.pool.mamba_allocator.free,
         )
 
-    def build_host(self) -> HierarchicalCache | None:
-        """The host tier behind the tree; none by default."""
-        return None
+    def _build_host(self) -> HierarchicalCache | None:
+        config = self.config
+        if not config.host_pages:
+            return None
+        page_io = BlobIO(
+            list(self.kv_pool.named_tensors().values()),
+            slot_axis=0,
+            slots_per_item=config.page_size,
+        )
+        state_io = BlobIO(self._states(), slot_axis=1, slots_per_item=1)
+        fingerprint = f"rig {page_io.describe()} {state_io.describe()}".encode()
+        files = None
+        if config.storage_dir is not None:
+            files = FileTier.open(
+                config.storage_dir, fingerprint, page_io.item_bytes, state_io.item_bytes
+            )
+        return HierarchicalCache(
+            tree=self.tree,
+            page_io=page_io,
+            state_io=state_io,
+            size=HostTierSize(config.host_pages, config.host_states),
+            fingerprint=fingerprint,
+            write_policy=config.write_policy,
+            files=files,
+        )
 
     # -- contents
 
@@ -181,11 +206,12 @@ class MemoryRig:
     def _check_kv(self, req: RigRequest, values: list[int]) -> None:
         self.num_checks += 1
         want = torch.tensor(values, dtype=torch.float32, device=self.config.device)
+        want = want[:, None, None].expand(-1, 1, 2)
         slots = self._slots_of(req, 0, len(values))
         for layer in range(2):
             k, v = self.kv_pool.get_kv_buffer(layer)
-            assert torch.equal(k[slots, 0, 0], want), "KV of the prefix is wrong"
-            assert torch.equal(v[slots, 0, 1], -want), "KV of the prefix is wrong"
+            assert torch.equal(k[slots], want), "KV of the prefix is wrong"
+            assert torch.equal(v[slots], -want), "KV of the prefix is wrong"
 
     def check_prefix(self, req: RigRequest) -> None:
         """Everything committed is there: KV of every position and the state after the last."""
@@ -271,7 +297,8 @@ class MemoryRig:
         if slot >= 0 and stored > 0:
             tracked = pre + stored
             self._write_state(slot, hashes[tracked])
-        assert slot >= 0 or stored <= 0 or not self.policy or not self.policy.num_entries
+        may_have_none = self.policy is None or self.policy.is_lazy or not self.policy.num_entries
+        assert slot >= 0 or stored <= 0 or may_have_none
         self._write_state(req.kv.mamba_pool_idx, hashes[pre + num_accepted])
         req.kv.committed_len = pre + num_accepted
         if tracked >= 0:
@@ -288,6 +315,8 @@ class MemoryRig:
 
     def check(self) -> None:
         self.memory.check_integrity()
+        if self.host is not None:
+            self.host.check_integrity()
         self.check_tree()
 
     def check_idle_and_empty(self) -> None:

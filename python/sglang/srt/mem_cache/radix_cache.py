@@ -56,8 +56,12 @@ class InsertResult:
     existing_len: int
 
 
-class EvictionListener(Protocol):
-    """Told of what is about to leave the tree, while its bytes are still in place."""
+class TreeListener(Protocol):
+    """Told of what has entered the tree and of what is about to leave it; the bytes are in place."""
+
+    def on_insert_kv(self, node: TreeNode) -> None: ...
+
+    def on_attach_state(self, node: TreeNode) -> None: ...
 
     def on_evict_kv(self, node: TreeNode) -> None: ...
 
@@ -90,7 +94,7 @@ class RadixCache:
         self.page_size = page_size
         self.checkpoint_tokens = checkpoint_tokens
         self.needs_state = needs_state
-        self.listener: EvictionListener | None = None
+        self.listener: TreeListener | None = None
         self._free_kv = free_kv
         self._free_state = free_state
         self._page_bytes = page_size * TOKEN_BYTES
@@ -260,6 +264,8 @@ class RadixCache:
             self.num_evictable_kv_tokens += leaf.num_tokens
             node = leaf
         self._touch_kv(node)
+        if existing < num_tokens and self.listener is not None:
+            self.listener.on_insert_kv(node)
         return InsertResult(node, existing)
 
     def attach_state(self, key: bytes, length: int, state_slot: int) -> bool:
@@ -284,6 +290,8 @@ class RadixCache:
         self.num_states += 1
         self.num_evictable_states += 1
         self._state_queue.push(node.state_access, node)
+        if self.listener is not None:
+            self.listener.on_attach_state(node)
         return True
 
     def take_state(self, node: TreeNode) -> int:

@@ -220,7 +220,10 @@ class RequestMemory:
         return self.ensure_many([req], [upto_len])
 
     def ensure_many(self, reqs: Sequence[HasKV], upto_lens: Sequence[int]) -> bool:
-        """``ensure`` for a whole batch with one allocation and one write: all of it or nothing."""
+        """``ensure`` for a whole batch with one allocation and one write: all of it or nothing.
+
+        Far cheaper than one call per request, which is the way to find out who does not fit.
+        """
         page = self._page_size
         growing: list[tuple[HasKV, int]] = []
         total = 0
@@ -243,6 +246,12 @@ class RequestMemory:
         return True
 
     def _append_pages(self, growing: list[tuple[HasKV, int]], fresh: np.ndarray) -> None:
+        if len(growing) == 1:
+            kv = growing[0][0].kv
+            self._held[kv.req_pool_idx].append(kv.allocated_len, fresh)
+            self._slots.write_row(kv.req_pool_idx, kv.allocated_len, fresh)
+            kv.allocated_len += len(fresh)
+            return
         counts = np.array([count for _, count in growing])
         ends = counts.cumsum()
         starts = np.array([req.kv.allocated_len for req, _ in growing])

@@ -1,0 +1,1 @@
+"""Tiers behind the prefix tree: host memory and files."""

@@ -1,0 +1,148 @@
+"""Byte rows in files of one directory, written behind, verified when read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import tempfile
+import threading
+from hashlib import blake2b
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"HICACHE1"
+_CHECKSUM_BYTES = 32
+_SUFFIX = ".row"
+_MAX_WAITING = 1024
+
+
+def _checksum(name: bytes, row: bytes) -> bytes:
+    return blake2b(name + row, digest_size=_CHECKSUM_BYTES).digest()
+
+
+class FileStore:
+    """Rows of one kind under ``directory``, one file each.
+
+    A file appears whole or not at all (written under another name, then renamed). A file that is
+    short, altered or of another layout is a miss: it is removed and never read again. Rows wait in a
+    queue for one writer thread; when it is full, rows are left out rather than waited for.
+    """
+
+    def __init__(self, directory: Path, row_bytes: int) -> None:
+        self._directory = directory
+        self._row_bytes = row_bytes
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            names = [entry.name for entry in os.scandir(directory)]
+        except OSError as error:
+            raise ValueError(
+                f"--hicache-storage-dir: cannot use {directory}: {error.strerror}; give a directory "
+                "that can be written"
+            ) from error
+        self._lock = threading.Lock()
+        self._known = {
+            bytes.fromhex(name.removesuffix(_SUFFIX))
+            for name in names
+            if name.endswith(_SUFFIX) and _is_hex(name.removesuffix(_SUFFIX))
+        }
+        self._queue: queue.Queue[tuple[bytes, bytes] | None] = queue.Queue(_MAX_WAITING)
+        self._failed = False
+        self.num_damaged = 0
+        self._writer = threading.Thread(target=self._write_loop, daemon=True)
+        self._writer.start()
+
+    def __contains__(self, digest: bytes) -> bool:
+        with self._lock:
+            return digest in self._known
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._known)
+
+    def _path(self, digest: bytes) -> Path:
+        return self._directory / (digest.hex() + _SUFFIX)
+
+    def put(self, digest: bytes, row: bytes) -> None:
+        """Queue a row for writing, unless it is there already."""
+        if self._failed or digest in self:
+            return
+        try:
+            self._queue.put_nowait((digest, row))
+        except queue.Full:
+            logger.debug("the file tier is behind; one row is left out")
+
+    def get(self, digest: bytes) -> bytes | None:
+        """A verified row, or None; what fails the check is removed."""
+        if digest not in self:
+            return None
+        path = self._path(digest)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            content = b""
+            logger.warning("cannot read %s: %s", path, error.strerror)
+        head = len(_MAGIC) + _CHECKSUM_BYTES
+        row = content[head:]
+        good = content[: len(_MAGIC)] == _MAGIC and len(row) == self._row_bytes
+        if good and content[len(_MAGIC) : head] == _checksum(digest, row):
+            return row
+        self.num_damaged += 1
+        logger.warning("%s is damaged and was removed; its prefix will be computed again", path)
+        self.remove(digest)
+        return None
+
+    def remove(self, digest: bytes) -> None:
+        with self._lock:
+            self._known.discard(digest)
+        self._path(digest).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove every row, those still waiting included."""
+        self.drain()
+        with self._lock:
+            known = list(self._known)
+        for digest in known:
+            self.remove(digest)
+
+    def drain(self) -> None:
+        """Wait until everything queued has been written."""
+        self._queue.join()
+
+    def close(self) -> None:
+        """Write what is queued and end the writer."""
+        self._queue.put(None)
+        self._writer.join()
+
+    def _write_loop(self) -> None:
+        while True:
+            item = self._queue.get()
+            try:
+                if item is None:
+                    return
+                self._write(*item)
+            except OSError as error:
+                self._failed = True
+                logger.warning("the file tier is off from now on: %s", error)
+            finally:
+                self._queue.task_done()
+
+    def _write(self, digest: bytes, row: bytes) -> None:
+        if self._failed or digest in self:
+            return
+        handle, temporary = tempfile.mkstemp(dir=self._directory, suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_MAGIC + _checksum(digest, row))
+                file.write(row)
+            os.replace(temporary, self._path(digest))
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        with self._lock:
+            self._known.add(digest)
+
+
+def _is_hex(text: str) -> bool:
+    return bool(text) and len(text) % 2 == 0 and all(c in "0123456789abcdef" for c in text)

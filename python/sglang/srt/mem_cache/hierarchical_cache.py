@@ -1,0 +1,365 @@
+"""Host and file tiers of the prefix cache: what the tree gives up comes back on a hit.
+
+Pages and states are filed by content: the digest of a page covers the model's fingerprint and every
+token up to the page's end, and a state is filed under the digest of the page it follows. A state can
+therefore never be paired with other tokens, whatever happened to the tree meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sglang.srt.mem_cache.hicache.blob_io import BlobIO
+from sglang.srt.mem_cache.hicache.file_store import FileStore
+from sglang.srt.mem_cache.hicache.host_store import HostStore
+from sglang.srt.mem_cache.integrity import IntegrityError
+from sglang.srt.mem_cache.radix.node import TOKEN_BYTES, TreeNode
+from sglang.srt.mem_cache.radix_cache import MatchResult, RadixCache
+
+DIGEST_BYTES = 16
+WRITE_POLICIES = ("write_through", "write_back")
+
+
+def _short(text: bytes) -> bytes:
+    return blake2b(text, digest_size=DIGEST_BYTES).digest()
+
+
+@dataclass(frozen=True)
+class HostTierSize:
+    """Items the host tier can hold."""
+
+    num_pages: int
+    num_states: int
+
+    @staticmethod
+    def resolve(
+        *,
+        page_bytes: int,
+        state_bytes: int,
+        num_device_pages: int,
+        num_device_states: int,
+        ratio: float,
+        size_gb: float,
+    ) -> HostTierSize:
+        """Both kinds in the proportion of the device's pools.
+
+        ``size_gb`` (10**9 bytes) wins over ``ratio`` when above 0. Raises: ValueError naming the flag
+        when not even one page and one state fit.
+        """
+        device_bytes = page_bytes * num_device_pages + state_bytes * num_device_states
+        scale = size_gb * 1e9 / device_bytes if size_gb > 0 else ratio
+        size = HostTierSize(int(num_device_pages * scale), int(num_device_states * scale))
+        if size.num_pages < 1 or (num_device_states and size.num_states < 1):
+            flag = f"--hicache-size {size_gb:g}" if size_gb > 0 else f"--hicache-ratio {ratio:g}"
+            raise ValueError(
+                f"{flag} holds no page of {page_bytes} bytes with a state of {state_bytes} bytes; "
+                f"the device's pools are {device_bytes} bytes, raise it"
+            )
+        return size
+
+
+@dataclass(frozen=True)
+class FileTier:
+    """Where the file tier of one model and layout lives."""
+
+    pages: FileStore
+    states: FileStore | None
+
+    @staticmethod
+    def open(
+        directory: Path, fingerprint: bytes, page_bytes: int, state_bytes: int | None
+    ) -> FileTier:
+        """Use ``directory`` with a folder of its own per fingerprint; create what is missing."""
+        root = directory / _short(fingerprint).hex()
+        states = None if state_bytes is None else FileStore(root / "states", state_bytes)
+        return FileTier(FileStore(root / "pages", page_bytes), states)
+
+
+@dataclass(frozen=True)
+class HostHit:
+    """Rows that extend a device match to ``length`` tokens.
+
+    ``page_digests`` name the pages from ``start`` on; ``rows`` holds those that came from files, the
+    others are pinned in the host store. ``state`` is the digest of the state after ``length`` tokens.
+    """
+
+    start: int
+    length: int
+    page_digests: list[bytes]
+    page_rows: dict[bytes, torch.Tensor]
+    state: bytes | None
+    state_row: torch.Tensor | None
+
+
+class HierarchicalCache:
+    """Listens to the tree, keeps copies, and brings them back.
+
+    tree          the tree in front; this object becomes its listener
+    page_io       KV pages of every pool that shares slot ids (target and draft)
+    state_io      recurrent states, or None for a model without
+    fingerprint   names weights, configuration and layout; part of every digest
+    write_policy  "write_through" copies what enters the tree, "write_back" what leaves it
+    """
+
+    def __init__(
+        self,
+        *,
+        tree: RadixCache,
+        page_io: BlobIO,
+        state_io: BlobIO | None,
+        size: HostTierSize,
+        fingerprint: bytes,
+        write_policy: str = "write_through",
+        files: FileTier | None = None,
+    ) -> None:
+        if write_policy not in WRITE_POLICIES:
+            raise ValueError(
+                f"--hicache-write-policy {write_policy!r} is not one of {', '.join(WRITE_POLICIES)}"
+            )
+        if tree.needs_state != (state_io is not None):
+            raise ValueError("a tree with states needs a tier with states, and the reverse")
+        self._tree = tree
+        self._page_io, self._state_io = page_io, state_io
+        self._page_files = files.pages if files is not None else None
+        self._state_files = files.states if files is not None else None
+        self._pages = _store(page_io, size.num_pages, self._page_files)
+        self._states = None
+        if state_io is not None:
+            self._states = _store(state_io, size.num_states, self._state_files)
+        self._root_digest = _short(fingerprint)
+        self._page_bytes = tree.page_size * TOKEN_BYTES
+        self._write_through = write_policy == "write_through"
+        self.loaded_tokens_ct = 0
+        self.loads_ct = 0
+        tree.listener = self
+
+    # -- digests
+
+    def _chain(self, digest: bytes, key: bytes, start: int) -> Iterator[bytes]:
+        """Digests of the whole pages of ``key`` from byte ``start`` on, following ``digest``."""
+        step = self._page_bytes
+        for at in range(start, len(key) - step + 1, step):
+            digest = _short(digest + key[at : at + step])
+            yield digest
+
+    def _digests(self, node: TreeNode) -> list[bytes]:
+        if node.digests is None:
+            node.digests = list(self._chain(self._end_digest(node.parent), node.key, 0))
+        return node.digests
+
+    def _end_digest(self, node: TreeNode) -> bytes:
+        for ancestor in node.path():
+            self._digests(ancestor)
+        return self._root_digest if node.parent is None else node.digests[-1]
+
+    # -- what the tree tells
+
+    def on_insert_kv(self, node: TreeNode) -> None:
+        if self._write_through:
+            self._save_pages(node)
+
+    def on_attach_state(self, node: TreeNode) -> None:
+        if self._write_through:
+            self._save_state(node)
+
+    def on_evict_kv(self, node: TreeNode) -> None:
+        self._save_pages(node)
+
+    def on_evict_state(self, node: TreeNode) -> None:
+        self._save_state(node)
+
+    def _save_pages(self, node: TreeNode) -> None:
+        self._end_digest(node)
+        self._pages.poll()
+        self._pages.save(self._digests(node), node.slots)
+
+    def _save_state(self, node: TreeNode) -> None:
+        self._states.poll()
+        self._states.save([self._end_digest(node)], np.array([node.state_slot], dtype=np.int64))
+
+    # -- hits
+
+    def _has_page(self, digest: bytes) -> bool:
+        in_file = self._page_files is not None and digest in self._page_files
+        return in_file or digest in self._pages
+
+    def _has_state(self, digest: bytes) -> bool:
+        if self._states is None:
+            return False
+        in_file = self._state_files is not None and digest in self._state_files
+        return in_file or digest in self._states
+
+    def extend_match(self, key: bytes, match: MatchResult, limit: int | None) -> MatchResult:
+        """``match`` with ``host_len``: how far these tiers could extend it. Changes nothing."""
+        num_tokens = len(key) // TOKEN_BYTES
+        end = self._tree.page_floor(num_tokens if limit is None else max(0, min(limit, num_tokens)))
+        start = match.node.end if match.cached_len == match.node.end else match.node.start
+        above = match.node if start == match.node.end else match.node.parent
+        best, pos = match.cached_len, start
+        chain = self._chain(self._end_digest(above), key[: end * TOKEN_BYTES], start * TOKEN_BYTES)
+        for digest in chain:
+            pos += self._tree.page_size
+            if pos > match.kv_matched_len and not self._has_page(digest):
+                break
+            if self._states is None or self._has_state(digest):
+                best = max(best, pos)
+        return replace(match, host_len=best) if best > match.cached_len else match
+
+    def fetch(self, key: bytes, start: int, match: MatchResult) -> HostHit | None:
+        """Secure the rows of a hit: pin what is in host memory, read and verify what is in files.
+
+        ``start``: tokens whose KV is on the device. A damaged file shortens the hit or makes it None.
+        The caller passes the hit to ``load`` or ``cancel``.
+        """
+        while match.host_len > match.cached_len:
+            digests = list(self._chain(self._root_digest, key[: match.host_len * TOKEN_BYTES], 0))
+            hit = self._secure(digests, min(start, match.host_len), match.host_len)
+            if hit is not None:
+                return hit
+            match = self.extend_match(key, replace(match, host_len=0), match.host_len)
+        return None
+
+    def _secure(self, digests: list[bytes], start: int, length: int) -> HostHit | None:
+        wanted = digests[start // self._tree.page_size :]
+        page_rows = _read_missing(wanted, self._pages, self._page_files)
+        if page_rows is None:
+            return None
+        state, state_row = None, None
+        if self._states is not None:
+            state = digests[-1]
+            state_rows = _read_missing([state], self._states, self._state_files)
+            if state_rows is None:
+                return None
+            state_row = state_rows.get(state)
+            if state_row is None:
+                self._states.pin(state)
+        for digest in wanted:
+            if digest not in page_rows:
+                self._pages.pin(digest)
+        return HostHit(start, length, wanted, page_rows, state, state_row)
+
+    def load(self, hit: HostHit, slots: np.ndarray, state_slot: int) -> None:
+        """Copy a hit into device pages ``slots`` and state slot ``state_slot``; ends the hit.
+
+        Ordered before later work on the stream that the model runs on.
+        """
+        if len(slots) != len(hit.page_digests) * self._tree.page_size:
+            raise IntegrityError(f"{len(slots)} slots for {len(hit.page_digests)} pages")
+        if hit.page_digests:
+            rows = [
+                hit.page_rows[d] if d in hit.page_rows else self._pages.read(d)
+                for d in hit.page_digests
+            ]
+            self._page_io.unpack(self._to_device(rows), slots)
+            self._pages.touch(hit.page_digests)
+        if hit.state is not None:
+            row = hit.state_row if hit.state_row is not None else self._states.read(hit.state)
+            self._state_io.unpack(self._to_device([row]), np.array([state_slot], dtype=np.int64))
+            self._states.touch([hit.state])
+        self.loads_ct += 1
+        self.loaded_tokens_ct += len(slots)
+        self.cancel(hit)
+
+    def _to_device(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        device = self._page_io.device
+        stacked = torch.stack(rows)
+        if device.type != "cuda":
+            return stacked
+        return stacked.pin_memory().to(device, non_blocking=True)
+
+    def cancel(self, hit: HostHit) -> None:
+        """Give up a hit's claim on the host store."""
+        for digest in hit.page_digests:
+            if digest not in hit.page_rows:
+                self._pages.unpin(digest)
+        if hit.state is not None and hit.state_row is None:
+            self._states.unpin(hit.state)
+
+    # -- everything at once
+
+    def stats(self) -> dict[str, int]:
+        """Items held and tokens brought back."""
+        return {
+            "host_pages": len(self._pages),
+            "host_pages_total": self._pages.capacity,
+            "host_states": len(self._states) if self._states is not None else 0,
+            "host_states_total": self._states.capacity if self._states is not None else 0,
+            "file_pages": len(self._page_files) if self._page_files is not None else 0,
+            "loads_ct": self.loads_ct,
+            "loaded_tokens_ct": self.loaded_tokens_ct,
+        }
+
+    def _stores(self) -> list[HostStore]:
+        return [store for store in (self._pages, self._states) if store is not None]
+
+    def _file_stores(self) -> list[FileStore]:
+        return [store for store in (self._page_files, self._state_files) if store is not None]
+
+    def wait(self) -> None:
+        """Wait until every copy and every file is written."""
+        for store in self._stores():
+            store.wait()
+        for file_store in self._file_stores():
+            file_store.drain()
+
+    def clear(self) -> None:
+        """Forget everything, files included."""
+        for store in self._stores():
+            store.clear()
+        for file_store in self._file_stores():
+            file_store.clear()
+
+    def close(self) -> None:
+        """Finish all writing, for an orderly end."""
+        for store in self._stores():
+            store.wait()
+        for file_store in self._file_stores():
+            file_store.close()
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError when the host stores' books do not balance or a pin was left."""
+        for store in self._stores():
+            store.check_integrity()
+
+
+def _store(io: BlobIO, capacity: int, files: FileStore | None) -> HostStore:
+    return HostStore(io, capacity, files.put if files is not None else None)
+
+
+def _read_missing(
+    digests: list[bytes], store: HostStore, files: FileStore | None
+) -> dict[bytes, torch.Tensor] | None:
+    """Rows of those items that are not in the host store; None if one is nowhere whole."""
+    rows = {}
+    for digest in digests:
+        if digest not in store:
+            row = files.get(digest) if files is not None else None
+            if row is None:
+                return None
+            rows[digest] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+    return rows
+
+
+def fingerprint_of(settings: dict[str, object], weight_files: list[Path]) -> bytes:
+    """16 bytes that change with the settings or with the weights.
+
+    Weights are sampled: size and sixteen pieces of 64 KiB spread over every file, because a
+    fine-tuned model differs nearly everywhere while its files keep names and sizes.
+    """
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for name in sorted(settings):
+        digest.update(f"{name}={settings[name]!r}\n".encode())
+    for path in sorted(weight_files):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}\n".encode())
+        with path.open("rb") as file:
+            for i in range(16):
+                file.seek(size * i // 16)
+                digest.update(file.read(1 << 16))
+    return digest.digest()
