@@ -25,6 +25,8 @@ from sglang.srt.speculative.dflash_drafter import DFlashDrafter
 from sglang.srt.speculative.drafter import Drafter
 from sglang.srt.speculative.dspark_drafter import DSparkDrafter
 from sglang.srt.speculative.mtp_drafter import MTPDrafter
+from sglang.srt.speculative.ngram_drafter import NgramDrafter
+from sglang.srt.speculative.ngram_index import NgramIndex
 from sglang.srt.speculative.select import select_accept_rule
 
 Built = tuple[Drafter | None, AcceptRule]
@@ -42,6 +44,7 @@ def build_speculation(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Bu
         **dict.fromkeys(MTP_ALGORITHMS, _build_mtp),
         "DFLASH": _build_block,
         "DSPARK": _build_block,
+        "NGRAM": _build_ngram,
     }
     if algorithm not in builders:
         raise ValueError(
@@ -95,6 +98,20 @@ def _build_block(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
     if isinstance(model, DSparkDraftModel):
         return DSparkDrafter(block_runner, model, draft_token_num=width, draws=draws), rule
     return DFlashDrafter(block_runner, draft_token_num=width, draws=draws), rule
+
+
+def _build_ngram(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
+    index = NgramIndex(
+        capacity=args.speculative_ngram_capacity, max_depth=args.speculative_ngram_max_trie_depth
+    )
+    drafter = NgramDrafter(
+        index,
+        draft_token_num=args.speculative_num_draft_tokens,
+        min_breadth=args.speculative_ngram_min_bfs_breadth,
+        max_breadth=args.speculative_ngram_max_bfs_breadth,
+        match_type=args.speculative_ngram_match_type,
+    )
+    return drafter, select_accept_rule(args, draws_by_default=False)
 
 
 def _block_model_class(config: DraftConfig) -> type[DFlashDraftModel]:
