@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,11 @@ import time
 import httpx
 import pytest
 
+from sglang.srt.arg_groups.pipeline import run_resolution_pipeline
+from sglang.srt.entrypoints import front_end
+from sglang.srt.managers.errors import RequestError
+from sglang.srt.managers.request_state import GenerateReqInput
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import find_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.front_end_case import FakeServer, is_alive, write_front_end_model
@@ -251,6 +257,30 @@ def test_dead_scheduler_ends_requests_and_server(model):
             assert "scheduler process ended (exit code 3)" in reply.json()["error"]["message"]
         assert server.process.wait(20) == 1
         assert "scheduler process ended" in server.log()
+
+
+def test_stuck_scheduler_is_ended(model, monkeypatch):
+    """Catches a hang that looks healthy for ever and keeps its requests waiting (F94)."""
+    monkeypatch.setattr(front_end, "BUSY_HEALTH_TIMEOUT_SECONDS", 0.5)
+    resolved = run_resolution_pipeline(ServerArgs(model_path=str(model), skip_server_warmup=True))
+    args = ServerArgs.from_resolved_dict(resolved.to_dict() | {"watchdog_timeout": 3.0})
+
+    async def main():
+        front = front_end.FrontEnd(args, scheduler_module="sglang.test.fake_scheduler")
+        front.start()
+        await front.wait_ready()
+        assert front.unhealthy_reason() is None
+        params = front.manager.sampling_params({"max_new_tokens": 1})
+        stuck = GenerateReqInput("r", params, text="a", priority=-10)
+        group = front.manager.start("r", [stuck])
+        await asyncio.sleep(1.0)
+        assert "silent" in front.unhealthy_reason()
+        with pytest.raises(RequestError, match="--watchdog-timeout 3 s"):
+            await asyncio.wait_for(group.finish(), 15)
+        assert not is_alive(front.client.pid)
+        await front.shutdown()
+
+    asyncio.run(main())
 
 
 def test_killed_scheduler_breaks_streams_with_an_error(model):

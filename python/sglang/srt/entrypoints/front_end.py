@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from typing import Any
@@ -31,7 +30,9 @@ from sglang.version import __version__
 logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_SECONDS = 20.0
-"""A scheduler that was silent for this long counts as stuck."""
+"""An idle scheduler that was silent for this long is not healthy."""
+BUSY_HEALTH_TIMEOUT_SECONDS = 60.0
+"""The same while requests run: one step may compile a kernel, or be long."""
 _HEARTBEAT_SECONDS = 2.0
 _CALL_TIMEOUT_SECONDS = 60.0
 
@@ -115,8 +116,9 @@ class FrontEnd:
             return "the model is still loading"
         if not self._warm.is_set():
             return "the model is warming up"
-        silent_s = time.monotonic() - self.manager.last_seen
-        if silent_s > HEALTH_TIMEOUT_SECONDS:
+        silent_s = self._silent_s()
+        busy_limit_s = min(BUSY_HEALTH_TIMEOUT_SECONDS, self.server_args.watchdog_timeout)
+        if silent_s > (busy_limit_s if self.manager.num_running else HEALTH_TIMEOUT_SECONDS):
             return f"the scheduler has been silent for {silent_s:.0f} s"
         return None
 
@@ -134,12 +136,18 @@ class FrontEnd:
         self._ended.set()
 
     async def _beat(self) -> None:
-        """Ask for a sign of life now and then, so that silence means something."""
+        """Ask for a sign of life now and then, so that silence means something; end a scheduler
+        that has been silent for too long, because its requests will never end."""
         await self._ready.wait()
+        limit_s = self.server_args.watchdog_timeout
         while self.died is None:
-            with contextlib.suppress(RequestError):
-                await self.manager.call(HealthCheckReq, timeout_s=HEALTH_TIMEOUT_SECONDS)
+            self.client.send(HealthCheckReq("heartbeat"))
             await asyncio.sleep(_HEARTBEAT_SECONDS)
+            if self._silent_s() > limit_s:
+                self.client.end(f"it gave no sign of life for --watchdog-timeout {limit_s:g} s")
+
+    def _silent_s(self) -> float:
+        return time.monotonic() - self.manager.last_seen
 
     # --- one token ------------------------------------------------------------------------
 
@@ -184,6 +192,11 @@ class FrontEnd:
             "internal_states": [state],
         }
 
+    @property
+    def max_model_len(self) -> int:
+        """Positions of the longest request: what the scheduler says once it is ready."""
+        return int(self.manager.info.get("context_length", self.config.context_length))
+
     def model_info(self) -> dict[str, Any]:
         """What the model is and how it is called."""
         return {
@@ -192,7 +205,7 @@ class FrontEnd:
             "served_model_name": self.config.served_model_name,
             "is_generation": True,
             "preferred_sampling_params": self.config.sampling_defaults or None,
-            "max_model_len": self.config.context_length,
+            "max_model_len": self.max_model_len,
             "vocab_size": self.config.vocab_size,
         }
 

@@ -204,7 +204,7 @@ class Routes:
             "owned_by": "sglang",
             "root": config.model_path,
             "parent": None,
-            "max_model_len": config.context_length,
+            "max_model_len": self._front.max_model_len,
         }
 
     async def server_info(self, request: Request) -> Response:

@@ -179,6 +179,12 @@ class SchedulerClient:
             self._process.wait()
         self._release()
 
+    def end(self, why: str) -> None:
+        """Kill a process that is stuck; `on_death` follows with the reason."""
+        if self._process is not None and self._last_words is None:
+            self._last_words = why
+            self._process.kill()
+
     def kill(self) -> None:
         """End the process at once; for exits that cannot wait."""
         if self._process is not None and self._process.poll() is None:

@@ -23,7 +23,7 @@ class TokenServing:
 
     def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         """`{tokens, count, max_model_len}`; lists for a list of prompts. Raises: RequestError."""
-        max_model_len = self._front.config.context_length
+        max_model_len = self._front.max_model_len
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give exactly one of prompt and messages", param="prompt")
         if request.messages is not None:
