@@ -162,6 +162,30 @@ def test_what_is_not_in_this_build_is_refused_by_name(model):
     assert tried == len(NOT_IN_THIS_BUILD) > 0
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {
+                "speculative_algorithm": "EAGLE",
+                "speculative_num_steps": 2,
+                "speculative_eagle_topk": 2,
+                "speculative_num_draft_tokens": 4,
+            },
+            "--speculative-eagle-topk above 1",
+        ),
+        (
+            {"speculative_algorithm": "NEXTN", "speculative_draft_model_path": "d"},
+            "--speculative-draft-model-path: NEXTN",
+        ),
+        ({"speculative_algorithm": "DSPARK"}, "--speculative-algorithm DSPARK: .* give"),
+    ],
+)
+def test_what_does_not_go_together_in_this_build(values, message, model):
+    with pytest.raises(ValueError, match=message):
+        run_resolution_pipeline(cpu_args(model, **values))
+
+
 class TestSpeculativeNumbers:
     @pytest.mark.parametrize(
         ("given", "expected"),

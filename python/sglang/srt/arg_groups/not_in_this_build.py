@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.flag import Flag, spell
+from sglang.srt.arg_groups.speculative_hook import MTP_ALGORITHMS
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -20,26 +21,29 @@ if TYPE_CHECKING:
 class Missing:
     """Why a flag, or some of its values, cannot be used.
 
-    `values` are the refused values; empty means every value except the default. `refuses`, if
-    given, decides instead.
+    `values` are the refused values; empty means every value except the default.
     """
 
     sentence: str
     values: tuple[Any, ...] = ()
-    refuses: Callable[[Any], bool] | None = None
 
     def applies_to(self, value: Any, default: Any) -> bool:
         """Whether this value asks for what is missing."""
-        if self.refuses is not None:
-            return self.refuses(value)
         return value in self.values if self.values else value != default
+
+
+@dataclass(frozen=True)
+class MissingTogether:
+    """Flags that work, but not with one another."""
+
+    asked: Callable[[ServerArgs], bool]
+    sentence: str
 
 
 _ONE_DEVICE = "this build runs a model on one device; leave it at 1"
 _NO_PD = "this build serves whole requests; leave --disaggregation-mode at null"
 _NO_HOST_TIER = "this build keeps prefixes in device memory only; leave it out"
 _NO_FLASHINFER = "this build's GPU kernels are its own; use triton"
-_NO_NGRAM = "this build has no NGRAM drafter; leave it out"
 
 NOT_IN_THIS_BUILD: dict[str, Missing] = {
     "grpc_mode": Missing("gRPC is not served; use the HTTP routes, which routers understand too"),
@@ -55,38 +59,16 @@ NOT_IN_THIS_BUILD: dict[str, Missing] = {
     "disaggregation_bootstrap_port": Missing(_NO_PD),
     "disaggregation_transfer_timeout": Missing(_NO_PD),
     "speculative_algorithm": Missing(
-        "this build drafts with the model's own multi-token-prediction layer; use NEXTN",
-        values=("EAGLE3", "NGRAM", "DFLASH", "DSPARK", "STANDALONE"),
-    ),
-    "speculative_eagle_topk": Missing(
-        "this build drafts chains, not trees; use --speculative-eagle-topk 1",
-        refuses=lambda value: value is not None and value > 1,
-    ),
-    "speculative_draft_model_path": Missing(
-        "this build drafts with the target's own layers; leave it out"
+        "this build has no such drafter; use NEXTN, DFLASH, DSPARK or NGRAM",
+        values=("EAGLE3", "STANDALONE"),
     ),
     "speculative_draft_model_quantization": Missing(
-        "this build drafts with the target's own layers; leave it out"
+        "a draft's config.json says how its weights are stored; leave it out"
     ),
-    "speculative_dflash_block_size": Missing("this build has no DFLASH drafter; leave it out"),
-    "speculative_dspark_block_size": Missing("this build has no DSPARK drafter; leave it out"),
     "speculative_adaptive": Missing("the number of steps is fixed in this build; leave it out"),
     "speculative_adaptive_config": Missing(
         "the number of steps is fixed in this build; leave it out"
     ),
-    "speculative_use_rejection_sampling": Missing(
-        "sampled drafts are accepted by the target's probabilities in this build; leave it out"
-    ),
-    "speculative_use_block_verification": Missing(
-        "sampled drafts are accepted one by one in this build; leave it out"
-    ),
-    "speculative_accept_threshold_single": Missing("this build accepts exactly; leave it at 1"),
-    "speculative_accept_threshold_acc": Missing("this build accepts exactly; leave it at 1"),
-    "speculative_ngram_min_bfs_breadth": Missing(_NO_NGRAM),
-    "speculative_ngram_max_bfs_breadth": Missing(_NO_NGRAM),
-    "speculative_ngram_match_type": Missing(_NO_NGRAM),
-    "speculative_ngram_max_trie_depth": Missing(_NO_NGRAM),
-    "speculative_ngram_capacity": Missing(_NO_NGRAM),
     "enable_hierarchical_cache": Missing(_NO_HOST_TIER),
     "hicache_ratio": Missing(_NO_HOST_TIER),
     "hicache_size": Missing(_NO_HOST_TIER),
@@ -125,12 +107,31 @@ NOT_IN_THIS_BUILD: dict[str, Missing] = {
 }
 
 
+NOT_TOGETHER_IN_THIS_BUILD: tuple[MissingTogether, ...] = (
+    MissingTogether(
+        lambda a: a.speculative_algorithm in MTP_ALGORITHMS and (a.speculative_eagle_topk or 1) > 1,
+        "--speculative-eagle-topk above 1: this build drafts chains from the model's own layer, not "
+        "trees; use --speculative-eagle-topk 1",
+    ),
+    MissingTogether(
+        lambda a: (
+            a.speculative_algorithm in MTP_ALGORITHMS and a.speculative_draft_model_path is not None
+        ),
+        "--speculative-draft-model-path: NEXTN and EAGLE draft with the target's own layer in this "
+        "build; leave it out, or use DFLASH or DSPARK",
+    ),
+    MissingTogether(
+        lambda a: a.speculative_algorithm == "DSPARK" and a.speculative_draft_model_path is None,
+        "--speculative-algorithm DSPARK: drafter layers inside the target's checkpoint are not read "
+        "by this build; give --speculative-draft-model-path",
+    ),
+)
+
+
 def is_offered(flag: Flag) -> bool:
     """Whether any value of the flag beside its default can work in this build."""
     missing = NOT_IN_THIS_BUILD.get(flag.name)
-    if missing is None:
-        return True
-    return bool(missing.values) or missing.refuses is not None
+    return missing is None or bool(missing.values)
 
 
 def offered_choices(flag: Flag) -> tuple[str, ...]:
@@ -145,7 +146,10 @@ def refuse_what_is_not_in_this_build(server_args: ServerArgs) -> None:
     """Raise a ValueError that names the first argument asking for something missing."""
     for flag in server_args.flags():
         missing = NOT_IN_THIS_BUILD.get(flag.name)
-        value = getattr(server_args, flag.name)
+        value = server_args.__dict__[flag.name]
         if missing is not None and missing.applies_to(value, flag.default):
             shown = spell(flag.name) if value is True else f"{spell(flag.name)} {value}"
             raise ValueError(f"{shown}: {missing.sentence}")
+    for together in NOT_TOGETHER_IN_THIS_BUILD:
+        if together.asked(server_args):
+            raise ValueError(together.sentence)
