@@ -82,12 +82,12 @@ def test_asking_changes_nothing():
     rig = MemoryRig(SMALL)
     for salt in range(5):
         serve(rig, prompt_of(80, salt))
-    order = list(rig.host._pages._index)
+    order = list(rig.host._pages.store._index)
     before = (rig.memory.stats(), rig.host.stats())
     for salt in range(5):
         rig.memory.match(prompt_of(80, salt))
     assert (rig.memory.stats(), rig.host.stats()) == before
-    assert list(rig.host._pages._index) == order
+    assert list(rig.host._pages.store._index) == order
 
 
 def test_refused_admission_loads_nothing():
@@ -134,7 +134,7 @@ def test_random_traffic_with_files_and_damage(tmp_path):
             files = sorted(tmp_path.rglob("*.row"))
             for path in traffic.rng.sample(files, min(3, len(files))):
                 damage(path, traffic.rng.choice(["flip", "cut", "remove", "empty"]))
-    assert rig.host.loads_ct > 10 and rig.host._page_files.num_damaged > 0
+    assert rig.host.loads_ct > 10 and rig.host._pages._files.num_damaged > 0
     traffic.drain()
     rig.host.close()
     assert not list(tmp_path.rglob("*.row"))
@@ -187,7 +187,7 @@ def test_damage_shortens_the_hit_to_what_is_whole(tmp_path):
     serve(rig, prompt_of(80, 0))
     rig = restarted(rig)
     digests = list(rig.host._chain(rig.host._root_digest, token_key(prompt_of(80, 0)), 0))
-    damage(rig.host._page_files._path(digests[9]), "flip")  # tokens 36..39
+    damage(rig.host._pages._files._path(digests[9]), "flip")  # tokens 36..39
     assert serve(rig, prompt_of(80, 0) + [1]) == 32  # the state after the first chunk of 32
     rig.host.close()
 

@@ -13,11 +13,10 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from sglang.srt.mem_cache.hicache.blob_io import BlobIO
 from sglang.srt.mem_cache.hicache.file_store import FileStore
-from sglang.srt.mem_cache.hicache.host_store import HostStore
+from sglang.srt.mem_cache.hicache.tier import SecuredItems, Tier
 from sglang.srt.mem_cache.integrity import IntegrityError
 from sglang.srt.mem_cache.radix.node import TOKEN_BYTES, TreeNode
 from sglang.srt.mem_cache.radix_cache import MatchResult, RadixCache
@@ -83,18 +82,11 @@ class FileTier:
 
 @dataclass(frozen=True)
 class HostHit:
-    """Rows that extend a device match to ``length`` tokens.
+    """Secured items that extend a device match to ``length`` tokens: pages, and the state there."""
 
-    ``page_digests`` name the pages from ``start`` on; ``rows`` holds those that came from files, the
-    others are pinned in the host store. ``state`` is the digest of the state after ``length`` tokens.
-    """
-
-    start: int
     length: int
-    page_digests: list[bytes]
-    page_rows: dict[bytes, torch.Tensor]
-    state: bytes | None
-    state_row: torch.Tensor | None
+    pages: SecuredItems
+    state: SecuredItems | None
 
 
 class HierarchicalCache:
@@ -125,13 +117,11 @@ class HierarchicalCache:
         if tree.needs_state != (state_io is not None):
             raise ValueError("a tree with states needs a tier with states, and the reverse")
         self._tree = tree
-        self._page_io, self._state_io = page_io, state_io
-        self._page_files = files.pages if files is not None else None
-        self._state_files = files.states if files is not None else None
-        self._pages = _store(page_io, size.num_pages, self._page_files)
-        self._states = None
+        self._pages = Tier(page_io, size.num_pages, files.pages if files is not None else None)
+        self._states: Tier | None = None
         if state_io is not None:
-            self._states = _store(state_io, size.num_states, self._state_files)
+            state_files = files.states if files is not None else None
+            self._states = Tier(state_io, size.num_states, state_files)
         self._root_digest = _short(fingerprint)
         self._page_bytes = tree.page_size * TOKEN_BYTES
         self._write_through = write_policy == "write_through"
@@ -148,15 +138,14 @@ class HierarchicalCache:
             digest = _short(digest + key[at : at + step])
             yield digest
 
-    def _digests(self, node: TreeNode) -> list[bytes]:
-        if node.digests is None:
-            node.digests = list(self._chain(self._end_digest(node.parent), node.key, 0))
-        return node.digests
-
     def _end_digest(self, node: TreeNode) -> bytes:
-        for ancestor in node.path():
-            self._digests(ancestor)
-        return self._root_digest if node.parent is None else node.digests[-1]
+        """Digest of the last page of a node; fills in the digests of the whole path."""
+        digest = self._root_digest
+        for step in node.path():
+            if step.digests is None:
+                step.digests = list(self._chain(digest, step.key, 0))
+            digest = step.digests[-1]
+        return digest
 
     # -- what the tree tells
 
@@ -176,38 +165,29 @@ class HierarchicalCache:
 
     def _save_pages(self, node: TreeNode) -> None:
         self._end_digest(node)
-        self._pages.poll()
-        self._pages.save(self._digests(node), node.slots)
+        self._pages.save(node.digests or [], node.slots)
 
     def _save_state(self, node: TreeNode) -> None:
-        self._states.poll()
-        self._states.save([self._end_digest(node)], np.array([node.state_slot], dtype=np.int64))
+        if self._states is not None:
+            slot = np.array([node.state_slot], dtype=np.int64)
+            self._states.save([self._end_digest(node)], slot)
 
     # -- hits
-
-    def _has_page(self, digest: bytes) -> bool:
-        in_file = self._page_files is not None and digest in self._page_files
-        return in_file or digest in self._pages
-
-    def _has_state(self, digest: bytes) -> bool:
-        if self._states is None:
-            return False
-        in_file = self._state_files is not None and digest in self._state_files
-        return in_file or digest in self._states
 
     def extend_match(self, key: bytes, match: MatchResult, limit: int | None) -> MatchResult:
         """``match`` with ``host_len``: how far these tiers could extend it. Changes nothing."""
         num_tokens = len(key) // TOKEN_BYTES
         end = self._tree.page_floor(num_tokens if limit is None else max(0, min(limit, num_tokens)))
-        start = match.node.end if match.cached_len == match.node.end else match.node.start
-        above = match.node if start == match.node.end else match.node.parent
-        best, pos = match.cached_len, start
-        chain = self._chain(self._end_digest(above), key[: end * TOKEN_BYTES], start * TOKEN_BYTES)
+        above = match.node
+        if above.parent is not None and match.cached_len < above.end:
+            above = above.parent
+        best, pos = match.cached_len, above.end
+        chain = self._chain(self._end_digest(above), key[: end * TOKEN_BYTES], pos * TOKEN_BYTES)
         for digest in chain:
             pos += self._tree.page_size
-            if pos > match.kv_matched_len and not self._has_page(digest):
+            if pos > match.kv_matched_len and digest not in self._pages:
                 break
-            if self._states is None or self._has_state(digest):
+            if self._states is None or digest in self._states:
                 best = max(best, pos)
         return replace(match, host_len=best) if best > match.cached_len else match
 
@@ -219,131 +199,80 @@ class HierarchicalCache:
         """
         while match.host_len > match.cached_len:
             digests = list(self._chain(self._root_digest, key[: match.host_len * TOKEN_BYTES], 0))
-            hit = self._secure(digests, min(start, match.host_len), match.host_len)
+            hit = self._secure(digests, start // self._tree.page_size, match.host_len)
             if hit is not None:
                 return hit
             match = self.extend_match(key, replace(match, host_len=0), match.host_len)
         return None
 
-    def _secure(self, digests: list[bytes], start: int, length: int) -> HostHit | None:
-        wanted = digests[start // self._tree.page_size :]
-        page_rows = _read_missing(wanted, self._pages, self._page_files)
-        if page_rows is None:
+    def _secure(self, digests: list[bytes], first_page: int, length: int) -> HostHit | None:
+        pages = self._pages.secure(digests[first_page:])
+        if pages is None or self._states is None:
+            return None if pages is None else HostHit(length, pages, None)
+        state = self._states.secure(digests[-1:])
+        if state is None:
+            self._pages.let_go(pages)
             return None
-        state, state_row = None, None
-        if self._states is not None:
-            state = digests[-1]
-            state_rows = _read_missing([state], self._states, self._state_files)
-            if state_rows is None:
-                return None
-            state_row = state_rows.get(state)
-            if state_row is None:
-                self._states.pin(state)
-        for digest in wanted:
-            if digest not in page_rows:
-                self._pages.pin(digest)
-        return HostHit(start, length, wanted, page_rows, state, state_row)
+        return HostHit(length, pages, state)
 
     def load(self, hit: HostHit, slots: np.ndarray, state_slot: int) -> None:
         """Copy a hit into device pages ``slots`` and state slot ``state_slot``; ends the hit.
 
         Ordered before later work on the stream that the model runs on.
         """
-        if len(slots) != len(hit.page_digests) * self._tree.page_size:
-            raise IntegrityError(f"{len(slots)} slots for {len(hit.page_digests)} pages")
-        if hit.page_digests:
-            rows = [
-                hit.page_rows[d] if d in hit.page_rows else self._pages.read(d)
-                for d in hit.page_digests
-            ]
-            self._page_io.unpack(self._to_device(rows), slots)
-            self._pages.touch(hit.page_digests)
-        if hit.state is not None:
-            row = hit.state_row if hit.state_row is not None else self._states.read(hit.state)
-            self._state_io.unpack(self._to_device([row]), np.array([state_slot], dtype=np.int64))
-            self._states.touch([hit.state])
+        if len(slots) != len(hit.pages.digests) * self._tree.page_size:
+            raise IntegrityError(f"{len(slots)} slots for {len(hit.pages.digests)} pages")
+        self._pages.load(hit.pages, slots)
+        if self._states is not None and hit.state is not None:
+            self._states.load(hit.state, np.array([state_slot], dtype=np.int64))
         self.loads_ct += 1
         self.loaded_tokens_ct += len(slots)
         self.cancel(hit)
 
-    def _to_device(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        device = self._page_io.device
-        stacked = torch.stack(rows)
-        if device.type != "cuda":
-            return stacked
-        return stacked.pin_memory().to(device, non_blocking=True)
-
     def cancel(self, hit: HostHit) -> None:
-        """Give up a hit's claim on the host store."""
-        for digest in hit.page_digests:
-            if digest not in hit.page_rows:
-                self._pages.unpin(digest)
-        if hit.state is not None and hit.state_row is None:
-            self._states.unpin(hit.state)
+        """Give up a hit's claim on the tiers."""
+        self._pages.let_go(hit.pages)
+        if self._states is not None and hit.state is not None:
+            self._states.let_go(hit.state)
 
     # -- everything at once
 
+    def _tiers(self) -> list[Tier]:
+        return [tier for tier in (self._pages, self._states) if tier is not None]
+
     def stats(self) -> dict[str, int]:
         """Items held and tokens brought back."""
+        states = self._states.store if self._states is not None else None
         return {
-            "host_pages": len(self._pages),
-            "host_pages_total": self._pages.capacity,
-            "host_states": len(self._states) if self._states is not None else 0,
-            "host_states_total": self._states.capacity if self._states is not None else 0,
-            "file_pages": len(self._page_files) if self._page_files is not None else 0,
+            "host_pages": len(self._pages.store),
+            "host_pages_total": self._pages.store.capacity,
+            "host_states": len(states) if states is not None else 0,
+            "host_states_total": states.capacity if states is not None else 0,
+            "file_pages": self._pages.num_files,
+            "file_states": self._states.num_files if self._states is not None else 0,
             "loads_ct": self.loads_ct,
             "loaded_tokens_ct": self.loaded_tokens_ct,
         }
 
-    def _stores(self) -> list[HostStore]:
-        return [store for store in (self._pages, self._states) if store is not None]
-
-    def _file_stores(self) -> list[FileStore]:
-        return [store for store in (self._page_files, self._state_files) if store is not None]
-
     def wait(self) -> None:
         """Wait until every copy and every file is written."""
-        for store in self._stores():
-            store.wait()
-        for file_store in self._file_stores():
-            file_store.drain()
+        for tier in self._tiers():
+            tier.wait()
 
     def clear(self) -> None:
         """Forget everything, files included."""
-        for store in self._stores():
-            store.clear()
-        for file_store in self._file_stores():
-            file_store.clear()
+        for tier in self._tiers():
+            tier.clear()
 
     def close(self) -> None:
         """Finish all writing, for an orderly end."""
-        for store in self._stores():
-            store.wait()
-        for file_store in self._file_stores():
-            file_store.close()
+        for tier in self._tiers():
+            tier.close()
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError when the host stores' books do not balance or a pin was left."""
-        for store in self._stores():
-            store.check_integrity()
-
-
-def _store(io: BlobIO, capacity: int, files: FileStore | None) -> HostStore:
-    return HostStore(io, capacity, files.put if files is not None else None)
-
-
-def _read_missing(
-    digests: list[bytes], store: HostStore, files: FileStore | None
-) -> dict[bytes, torch.Tensor] | None:
-    """Rows of those items that are not in the host store; None if one is nowhere whole."""
-    rows = {}
-    for digest in digests:
-        if digest not in store:
-            row = files.get(digest) if files is not None else None
-            if row is None:
-                return None
-            rows[digest] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-    return rows
+        """Raise IntegrityError when the host stores' books do not balance."""
+        for tier in self._tiers():
+            tier.store.check_integrity()
 
 
 def fingerprint_of(settings: dict[str, object], weight_files: list[Path]) -> bytes:

@@ -9,16 +9,26 @@ import numpy as np
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.integrity import IntegrityError
 from sglang.srt.mem_cache.pool.req_pool import HasKV
+from sglang.srt.mem_cache.radix.node import TreeNode
 from sglang.srt.mem_cache.radix_cache import NO_SLOTS, RadixCache
+from sglang.srt.mem_cache.req_kv import ReqKV
 from sglang.srt.mem_cache.request_slots import RequestSlots, held_states
+
+
+def row_of(kv: ReqKV) -> int:
+    """The request's row. Raises: ValueError if it holds none."""
+    if kv.req_pool_idx is None:
+        raise ValueError("the request was not admitted, or has been released")
+    return int(kv.req_pool_idx)
 
 
 @dataclass
 class HeldRow:
-    """Host copy of a request's row: ``slots[:allocated_len]`` are its KV slots, position by position."""
+    """Host side of a request's row: ``slots[:allocated_len]`` are its KV slots, ``node`` its lock."""
 
     req: HasKV
     slots: np.ndarray
+    node: TreeNode
     branching_len: int
 
     def append(self, at: int, slots: np.ndarray) -> None:
@@ -36,15 +46,14 @@ class MemoryBooks:
 
     slots: RequestSlots
     allocator: PagedTokenToKVPoolAllocator
-    tree: RadixCache | None
+    tree: RadixCache
     held: dict[int, HeldRow]
 
     def check(self) -> None:
         """Raise IntegrityError naming the first thing that disagrees."""
         self.allocator.check_integrity()
         self.slots.check_integrity()
-        if self.tree is not None:
-            self.tree.check_integrity()
+        self.tree.check_integrity()
         self._check_pages()
         self._check_states()
         for row, held in self.held.items():
@@ -55,8 +64,7 @@ class MemoryBooks:
             held.slots[held.req.kv.protected_len : held.req.kv.allocated_len]
             for held in self.held.values()
         ]
-        if self.tree is not None:
-            pieces += [node.slots for node in self.tree.nodes()]
+        pieces += [node.slots for node in self.tree.nodes()]
         slots = np.concatenate(pieces) if pieces else NO_SLOTS
         if len(np.unique(slots)) != len(slots):
             raise IntegrityError("a KV slot is held twice")
@@ -68,8 +76,7 @@ class MemoryBooks:
 
     def _check_states(self) -> None:
         slots = [slot for held in self.held.values() for slot in held_states(held.req.kv)]
-        if self.tree is not None:
-            slots += [node.state_slot for node in self.tree.nodes() if node.state_slot >= 0]
+        slots += [node.state_slot for node in self.tree.nodes() if node.state_slot >= 0]
         if len(set(slots)) != len(slots):
             raise IntegrityError("a state slot is held twice")
         free = self.slots.num_free_states
@@ -90,9 +97,9 @@ class MemoryBooks:
         on_device = self.slots.read_row(row, kv.allocated_len)
         if not np.array_equal(on_device, mine[: len(on_device)]):
             raise IntegrityError(f"{where}: the device row differs from the host copy")
-        if self.tree is not None:
-            shared = self.tree.slots_between(kv.node, 0, kv.protected_len)
-            if kv.node.end != kv.protected_len or not np.array_equal(shared, mine[: len(shared)]):
-                raise IntegrityError(f"{where} does not read the tree's pages below protected_len")
-            if self.tree.root.kv_lock != 1 + len(self.held):
-                raise IntegrityError("locks on the tree differ from the number of requests")
+        shared = self.tree.slots_between(held.node, 0, kv.protected_len)
+        is_at_end = kv.node is held.node and held.node.end == kv.protected_len
+        if not is_at_end or not np.array_equal(shared, mine[: len(shared)]):
+            raise IntegrityError(f"{where} does not read the tree's pages below protected_len")
+        if self.tree.root.kv_lock != 1 + len(self.held):
+            raise IntegrityError("locks on the tree differ from the number of requests")

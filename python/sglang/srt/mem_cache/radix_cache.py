@@ -165,10 +165,10 @@ class RadixCache:
         if start >= end:
             return NO_SLOTS
         pieces = []
-        while node.end > start:
-            piece = node.slots[max(0, start - node.start) : max(0, end - node.start)]
-            pieces.append(piece)
-            node = node.parent
+        walk: TreeNode | None = node
+        while walk is not None and walk.end > start:
+            pieces.append(walk.slots[max(0, start - walk.start) : max(0, end - walk.start)])
+            walk = walk.parent
         return np.concatenate(pieces[::-1])
 
     def nodes(self) -> Iterator[TreeNode]:
@@ -415,11 +415,14 @@ class RadixCache:
         for node in self.nodes():
             where = f"node ending at {node.end}"
             parent = node.parent
-            _require(parent is not None and node.is_attached, f"{where} is detached")
+            if parent is None or not node.is_attached:
+                raise IntegrityError(f"{where} is detached")
             _require(
                 parent.children.get(node.key[: self._page_bytes]) is node, f"{where}: bad link"
             )
-            _require(node.num_tokens and node.num_tokens % self.page_size == 0, f"{where}: pages")
+            _require(
+                node.num_tokens > 0 and node.num_tokens % self.page_size == 0, f"{where}: pages"
+            )
             _require(
                 len(node.key) == node.num_tokens * TOKEN_BYTES, f"{where}: key and slots differ"
             )

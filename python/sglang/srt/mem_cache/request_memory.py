@@ -13,16 +13,27 @@ import numpy as np
 
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.integrity import IntegrityError
-from sglang.srt.mem_cache.memory_books import HeldRow, MemoryBooks
+from sglang.srt.mem_cache.memory_books import HeldRow, MemoryBooks, row_of
 from sglang.srt.mem_cache.pool.req_pool import HasKV
 from sglang.srt.mem_cache.radix.node import TOKEN_BYTES, TreeNode, token_key
-from sglang.srt.mem_cache.radix_cache import NO_SLOTS, MatchResult, RadixCache
+from sglang.srt.mem_cache.radix_cache import MatchResult, RadixCache
 from sglang.srt.mem_cache.request_slots import RequestSlots
 from sglang.srt.mem_cache.state_tracker import StateTracker
 from sglang.srt.mem_cache.track import TrackPolicy
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hierarchical_cache import HierarchicalCache, HostHit
+
+
+def _tree_that_stays_empty(page_size: int) -> RadixCache:
+    """Stands in for the prefix cache when it is disabled: nothing is ever inserted."""
+    return RadixCache(
+        page_size=page_size,
+        checkpoint_tokens=page_size,
+        needs_state=True,
+        free_kv=lambda slots: None,
+        free_state=lambda slot: None,
+    )
 
 
 class RequestMemory:
@@ -58,8 +69,9 @@ class RequestMemory:
             raise ValueError("without a prefix cache there is nothing to track or to move to host")
         self._slots = slots
         self._allocator = allocator
-        self._tree = tree
-        self._tracker = StateTracker(policy, slots, tree) if policy is not None else None
+        self._caches = tree is not None
+        self._tree = tree if tree is not None else _tree_that_stays_empty(allocator.page_size)
+        self._tracker = StateTracker(policy, slots, self._tree) if policy is not None else None
         self._host = host
         self._page_size = allocator.page_size
         self._held: dict[int, HeldRow] = {}
@@ -74,8 +86,6 @@ class RequestMemory:
         return self._match(token_key(token_ids), limit)
 
     def _match(self, key: bytes, limit: int | None) -> MatchResult:
-        if self._tree is None:
-            return MatchResult(None, 0, 0, -1)
         match = self._tree.match(key, limit)
         return match if self._host is None else self._host.extend_match(key, match, limit)
 
@@ -94,33 +104,25 @@ class RequestMemory:
 
     def available_tokens(self) -> int:
         """KV slots that are free or that the tree would give up."""
-        return self._allocator.available_size() + self._evictable_kv()
+        return self._allocator.available_size() + self._tree.num_evictable_kv_tokens
 
     def available_states(self) -> int:
         """State slots that are free or that the tree would give up."""
-        return self._slots.num_free_states + self._evictable_states()
+        return self._slots.num_free_states + self._tree.num_evictable_states
 
     def mamba_usage(self) -> float:
         """Share of the state slots that requests hold, 0..1."""
         total = self._slots.num_states
         return 1.0 - self.available_states() / total if total else 0.0
 
-    def _evictable_kv(self) -> int:
-        return self._tree.num_evictable_kv_tokens if self._tree is not None else 0
-
-    def _evictable_states(self) -> int:
-        return self._tree.num_evictable_states if self._tree is not None else 0
-
     def stats(self) -> dict[str, int]:
         """Gauges: slots in all, held by requests, and kept by the tree, for KV and for states."""
-        tree = self._tree
-        cached_kv = tree.num_kv_tokens if tree else 0
-        cached_states = tree.num_states if tree else 0
+        cached_states = self._tree.num_states
         used_states = self._slots.num_states - self._slots.num_free_states - cached_states
         return {
             "kv_tokens_total": self._allocator.size,
             "kv_tokens_available": self.available_tokens(),
-            "kv_tokens_cached": cached_kv,
+            "kv_tokens_cached": self._tree.num_kv_tokens,
             "states_total": self._slots.num_states,
             "states_used": used_states,
             "states_cached": cached_states,
@@ -154,66 +156,63 @@ class RequestMemory:
                 f"a request of {end} tokens exceeds the context length "
                 f"{self._slots.max_context_len} of a request row"
             )
-        if match.host_len > match.cached_len:
-            match = self._load_from_host(key, match, limit, end)
-            if match is None:
+        if self._host is not None and match.host_len > match.cached_len:
+            if not self._load_from_host(self._host, key, match, end):
                 return False
-        node = None
-        if self._tree is not None:
-            node = self._tree.end_node(match)
-            self._tree.lock(node)
+            match = self._tree.match(key, limit)
+        node = self._tree.end_node(match)
+        self._tree.lock(node)
         if not self._take_all(req, match, node, end):
-            if node is not None:
-                self._tree.unlock(node)
+            self._tree.unlock(node)
             return False
-        if self._tree is not None:
-            self._tree.touch(node)
+        self._tree.touch(node)
         return True
 
-    def _take_all(self, req: HasKV, match: MatchResult, node: TreeNode | None, end: int) -> bool:
+    def _take_all(self, req: HasKV, match: MatchResult, node: TreeNode, end: int) -> bool:
         """Second half of ``admit``: ``node``'s path is locked. False leaves all as before."""
-        cached = match.cached_len
-        num_kv = self.num_pages_needed(end) * self._page_size - cached
-        has_state = node is not None and node.state_slot >= 0
+        num_kv = self.num_pages_needed(end) * self._page_size - match.cached_len
         num_states = self._slots.states_at_admission
         if self._slots.num_free_rows < 1 or num_kv > self.available_tokens():
             return False
         if num_states > self.available_states():
             return False
         fresh = self._alloc_pages(num_kv)
-        working = -1
-        if has_state:
-            self._tree.lock_state(node)
-        if num_states > self.available_states():
-            # Only the matched state itself is left to give: move it instead of copying it.
-            self._tree.unlock_state(node)
-            working = self._tree.take_state(node)
-            has_state = False
-            num_states -= 1
-        self._free_up_states(num_states)
-        if not self._slots.take(req, working):
-            raise IntegrityError("a row and state slots were promised but cannot be allocated")
-        if has_state:
-            self._slots.copy_state(node.state_slot, req.kv.mamba_pool_idx)
-            self._tree.unlock_state(node)
-        elif working < 0 and req.kv.holds_mamba:
-            self._slots.clear_state(req.kv.mamba_pool_idx)
+        self._take_states(req, node, num_states)
         self._fill(req, match, node, fresh)
         return True
 
-    def _fill(
-        self, req: HasKV, match: MatchResult, node: TreeNode | None, fresh: np.ndarray
-    ) -> None:
+    def _take_states(self, req: HasKV, node: TreeNode, num_states: int) -> None:
+        """Give ``req`` its row and slots, the working one with the state of ``node`` or cleared."""
+        is_warm = node.state_slot >= 0
+        if is_warm:
+            self._tree.lock_state(node)
+        moved = -1
+        if is_warm and num_states > self.available_states():
+            # Only the matched state itself is left to give: move it instead of copying it.
+            self._tree.unlock_state(node)
+            moved = self._tree.take_state(node)
+            num_states -= 1
+        self._free_up_states(num_states)
+        if not self._slots.take(req, moved):
+            raise IntegrityError("a row and state slots were promised but cannot be allocated")
+        working = req.kv.mamba_pool_idx
+        if working is None or moved >= 0:
+            return
+        if is_warm:
+            self._slots.copy_state(node.state_slot, working)
+            self._tree.unlock_state(node)
+        else:
+            self._slots.clear_state(working)
+
+    def _fill(self, req: HasKV, match: MatchResult, node: TreeNode, fresh: np.ndarray) -> None:
         kv, cached = req.kv, match.cached_len
-        held = HeldRow(req, np.empty(cached + len(fresh), dtype=np.int64), match.branching_len)
-        if cached:
-            held.append(0, self._tree.slots_between(node, 0, cached))
-        held.append(cached, fresh)
-        self._held[kv.req_pool_idx] = held
+        slots = np.concatenate((self._tree.slots_between(node, 0, cached), fresh))
+        row = row_of(kv)
+        self._held[row] = HeldRow(req, slots, node, match.branching_len)
         kv.committed_len = kv.cached_len = kv.protected_len = cached
-        kv.allocated_len = cached + len(fresh)
+        kv.allocated_len = len(slots)
         kv.node = node
-        self._slots.write_row(kv.req_pool_idx, 0, held.slots[: kv.allocated_len])
+        self._slots.write_row(row, 0, slots)
 
     def ensure(self, req: HasKV, upto_len: int) -> bool:
         """Hold pages for all positions below ``upto_len``; False (nothing changes) when short."""
@@ -248,19 +247,19 @@ class RequestMemory:
     def _append_pages(self, growing: list[tuple[HasKV, int]], fresh: np.ndarray) -> None:
         if len(growing) == 1:
             kv = growing[0][0].kv
-            self._held[kv.req_pool_idx].append(kv.allocated_len, fresh)
-            self._slots.write_row(kv.req_pool_idx, kv.allocated_len, fresh)
+            self._held[row_of(kv)].append(kv.allocated_len, fresh)
+            self._slots.write_row(row_of(kv), kv.allocated_len, fresh)
             kv.allocated_len += len(fresh)
             return
         counts = np.array([count for _, count in growing])
         ends = counts.cumsum()
         starts = np.array([req.kv.allocated_len for req, _ in growing])
-        rows = np.repeat([req.kv.req_pool_idx for req, _ in growing], counts)
+        rows = np.repeat([row_of(req.kv) for req, _ in growing], counts)
         positions = np.arange(len(fresh)) + np.repeat(starts - ends + counts, counts)
         at = 0
         for req, count in growing:
             kv = req.kv
-            self._held[kv.req_pool_idx].append(kv.allocated_len, fresh[at : at + count])
+            self._held[row_of(kv)].append(kv.allocated_len, fresh[at : at + count])
             kv.allocated_len += count
             at += count
         self._slots.write_positions(rows, positions, fresh)
@@ -268,7 +267,7 @@ class RequestMemory:
     def _alloc_pages(self, num_tokens: int) -> np.ndarray:
         """Pages for ``num_tokens`` slots; the caller has checked ``available_tokens``."""
         short = num_tokens - self._allocator.available_size()
-        if short > 0 and self._tree is not None:
+        if short > 0:
             self._tree.evict_kv(short)
         slots = self._allocator.alloc(num_tokens)
         if slots is None:
@@ -277,7 +276,7 @@ class RequestMemory:
 
     def _free_up_states(self, num_states: int) -> None:
         short = num_states - self._slots.num_free_states
-        if short > 0 and self._tree is not None:
+        if short > 0:
             self._tree.evict_states(short)
 
     # -- checkpoint states
@@ -290,7 +289,7 @@ class RequestMemory:
         """
         if self._tracker is None:
             return -1, -1
-        branching = self._held[req.kv.req_pool_idx].branching_len
+        branching = self._held[row_of(req.kv)].branching_len
         return self._tracker.rows_for_extend(req, start, end, branching)
 
     def track_slot_for_decode(self, req: HasKV, max_tokens: int | None = None) -> int:
@@ -298,7 +297,8 @@ class RequestMemory:
 
         ``max_tokens`` is the most tokens that step can commit; the policy's by default. If the step
         does store a boundary state, ``note_track`` must follow, also when the request ends in that
-        step and before ``finish``: the slot may have held the previous checkpoint.
+        step and before ``finish``: the slot may have held the previous checkpoint. For one token
+        the answer is -1 unless the step ends exactly on a boundary.
         """
         return -1 if self._tracker is None else self._tracker.slot_for_decode(req, max_tokens)
 
@@ -316,7 +316,7 @@ class RequestMemory:
         Where the tree already had the same tokens, the request's row now points at the tree's
         pages and its own are freed.
         """
-        if self._tree is None:
+        if not self._caches:
             return
         key, final_len = self._final_prefix(req, token_ids)
         self._insert_kv(req, key, final_len)
@@ -329,7 +329,7 @@ class RequestMemory:
         ``token_ids`` are prompt and kept output; ``committed_len`` may be larger when the output was
         cut inside an accepted block.
         """
-        if self._tree is not None and req.kv.req_pool_idx is not None:
+        if self._caches and req.kv.req_pool_idx is not None:
             key, final_len = self._final_prefix(req, token_ids)
             self._insert_kv(req, key, final_len)
             if self._tracker is not None:
@@ -345,10 +345,9 @@ class RequestMemory:
         kv = req.kv
         if kv.req_pool_idx is None:
             return
-        held = self._held.pop(kv.req_pool_idx)
+        held = self._held.pop(row_of(kv))
         self._allocator.free(held.slots[kv.protected_len : kv.allocated_len])
-        if self._tree is not None:
-            self._tree.unlock(kv.node)
+        self._tree.unlock(held.node)
         self._slots.give_back(req)
         for field in fields(kv):
             setattr(kv, field.name, field.default)
@@ -362,50 +361,57 @@ class RequestMemory:
         end, start = self._tree.page_floor(num_tokens), kv.protected_len
         if end <= start:
             return
-        held = self._held[kv.req_pool_idx]
+        row = row_of(kv)
+        held = self._held[row]
         inserted = self._tree.insert(key, held.slots[:end])
         if inserted.existing_len > start:
             duplicates = held.slots[start : inserted.existing_len].copy()
             kept = self._tree.slots_between(inserted.node, start, inserted.existing_len)
             held.slots[start : inserted.existing_len] = kept
-            self._slots.write_row(kv.req_pool_idx, start, kept)
+            self._slots.write_row(row, start, kept)
             self._allocator.free(duplicates)
         self._tree.lock(inserted.node)
-        self._tree.unlock(kv.node)
-        kv.node, kv.protected_len = inserted.node, end
+        self._tree.unlock(held.node)
+        held.node = kv.node = inserted.node
+        kv.protected_len = end
 
     # -- host tier
 
     def _load_from_host(
-        self, key: bytes, match: MatchResult, limit: int | None, end: int
-    ) -> MatchResult | None:
-        """Bring the host tier's part of a hit into the tree; None when there is no room for it."""
-        host, tree = self._host, self._tree
+        self, host: HierarchicalCache, key: bytes, match: MatchResult, end: int
+    ) -> bool:
+        """Bring the host tier's part of a hit into the tree; False when there is no room for it."""
+        tree = self._tree
         start = min(match.kv_matched_len, match.host_len)
         above = tree.node_at(key, start)
         tree.lock(above)
         try:
             num_kv = self.num_pages_needed(end) * self._page_size - start
             if self._slots.num_free_rows < 1 or num_kv > self.available_tokens():
-                return None
+                return False
             if self._slots.states_at_admission > self.available_states():
-                return None
+                return False
             hit = host.fetch(key, start, match)
             if hit is not None:
-                self._insert_host_hit(key, above, hit)
+                self._insert_host_hit(host, key, above, hit)
         finally:
             tree.unlock(above)
-        return tree.match(key, limit)
+        return True
 
-    def _insert_host_hit(self, key: bytes, above: TreeNode, hit: HostHit) -> None:
+    def _insert_host_hit(
+        self, host: HierarchicalCache, key: bytes, above: TreeNode, hit: HostHit
+    ) -> None:
         tree = self._tree
-        state_slot = self._tracker.alloc_state() if hit.state is not None else -1
-        if hit.state is not None and state_slot < 0:
-            self._host.cancel(hit)
-            return
-        fresh = self._alloc_pages(hit.length - above.end) if hit.length > above.end else NO_SLOTS
-        self._host.load(hit, fresh, state_slot)
-        slots = np.concatenate([tree.slots_between(above, 0, above.end), fresh])
+        state_slot = -1
+        if hit.state is not None:
+            self._free_up_states(1)
+            state_slot = self._slots.alloc_state()
+            if state_slot < 0:
+                host.cancel(hit)
+                return
+        fresh = self._alloc_pages(max(0, hit.length - above.end))
+        host.load(hit, fresh, state_slot)
+        slots = np.concatenate((tree.slots_between(above, 0, above.end), fresh))
         tree.insert(key, slots[: hit.length])
         if state_slot >= 0 and not tree.attach_state(key, hit.length, state_slot):
             raise IntegrityError(f"no place in the tree for a loaded state of {hit.length} tokens")
@@ -416,8 +422,7 @@ class RequestMemory:
         """Empty the prefix cache and its host tier; False (nothing changes) while requests run."""
         if self._held:
             return False
-        if self._tree is not None:
-            self._tree.reset()
+        self._tree.reset()
         if self._host is not None:
             self._host.clear()
         return True

@@ -15,12 +15,32 @@ def held_states(kv: ReqKV) -> list[int]:
     return working + [slot for slot in kv.mamba_ping_pong_track_buffer or () if slot >= 0]
 
 
+def track_entries(kv: ReqKV) -> tuple[list[int], int]:
+    """The request's track slots and the entry written next. Raises: ValueError if it has none."""
+    if kv.mamba_ping_pong_track_buffer is None or kv.mamba_next_track_idx is None:
+        raise ValueError("the request holds no track slots: it was not admitted, or was released")
+    return kv.mamba_ping_pong_track_buffer, kv.mamba_next_track_idx
+
+
+def working_slot(kv: ReqKV) -> int:
+    """The request's working state slot. Raises: ValueError if it has none."""
+    if kv.mamba_pool_idx is None:
+        raise ValueError("the request holds no working state: it was not admitted, or was released")
+    return int(kv.mamba_pool_idx)
+
+
 class RequestSlots:
     """Thin layer over a request pool, with or without recurrent state."""
 
     def __init__(self, pool: ReqToTokenPool) -> None:
         self._pool = pool
         self._hybrid = pool if isinstance(pool, HybridReqToTokenPool) else None
+
+    @property
+    def _states(self) -> HybridReqToTokenPool:
+        if self._hybrid is None:
+            raise ValueError("a model without recurrent layers has no state slots")
+        return self._hybrid
 
     @property
     def max_context_len(self) -> int:
@@ -74,21 +94,21 @@ class RequestSlots:
         return ids[0] if ids else -1
 
     def free_state(self, slot: int) -> None:
-        self._hybrid.mamba_allocator.free(slot)
+        self._states.mamba_allocator.free(slot)
 
     def set_track_entry(self, req: HasKV, entry: int, slot: int) -> None:
         """Put ``slot`` (-1: none) into a track entry; the slot that was there has another owner."""
-        self._hybrid.set_mamba_ping_pong_slot(req, entry, slot)
+        self._states.set_mamba_ping_pong_slot(req, entry, slot)
 
     def copy_state(self, src: int, dst: int) -> None:
         """Copy conv windows and recurrent state, ordered after earlier work on the device's stream."""
         device = self._pool.device
         pair = torch.tensor([[src], [dst]], dtype=torch.int64, device=device)
-        self._hybrid.copy_mamba_state(pair[0], pair[1])
+        self._states.copy_mamba_state(pair[0], pair[1])
 
     def clear_state(self, slot: int) -> None:
         index = torch.tensor([slot], dtype=torch.int64, device=self._pool.device)
-        self._hybrid.mamba_pool.clear_slots(index)
+        self._states.mamba_pool.clear_slots(index)
 
     def write_row(self, row: int, start: int, slots: np.ndarray) -> None:
         """KV slots of positions ``start ..`` of one row; a last page may reach past the row's end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang.srt.mem_cache.integrity import IntegrityError
 from sglang.srt.mem_cache.pool.req_pool import HasKV
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.mem_cache.request_slots import RequestSlots
+from sglang.srt.mem_cache.request_slots import RequestSlots, track_entries, working_slot
 from sglang.srt.mem_cache.track import (
     TrackPolicy,
     best_checkpoint,
@@ -53,18 +53,17 @@ class StateTracker:
 
     def _destination(self, req: HasKV) -> int:
         """Slot of the entry written next; an empty entry is filled, or the other one is reused."""
-        kv = req.kv
-        slot = kv.mamba_ping_pong_track_buffer[kv.mamba_next_track_idx]
-        if slot >= 0:
-            return slot
+        entries, entry = track_entries(req.kv)
+        if entries[entry] >= 0:
+            return entries[entry]
         slot = self.alloc_state()
         if slot >= 0:
-            self._slots.set_track_entry(req, kv.mamba_next_track_idx, slot)
+            self._slots.set_track_entry(req, entry, slot)
             return slot
-        for entry, other in enumerate(kv.mamba_ping_pong_track_buffer):
-            if other >= 0:
-                kv.mamba_next_track_idx = entry
-                return other
+        for other, held in enumerate(entries):
+            if held >= 0:
+                req.kv.mamba_next_track_idx = other
+                return held
         return -1
 
     def note(self, req: HasKV, seqlen: int) -> None:
@@ -81,11 +80,11 @@ class StateTracker:
             self._drop_previous(req)
 
     def _drop_previous(self, req: HasKV) -> None:
-        kv = req.kv
-        slot = kv.mamba_ping_pong_track_buffer[kv.mamba_next_track_idx]
-        kv.mamba_prev_track_seqlen = None
+        entries, entry = track_entries(req.kv)
+        slot = entries[entry]
+        req.kv.mamba_prev_track_seqlen = None
         if slot >= 0:
-            self._slots.set_track_entry(req, kv.mamba_next_track_idx, -1)
+            self._slots.set_track_entry(req, entry, -1)
             self._slots.free_state(slot)
 
     def donate(self, req: HasKV, key: bytes, final_len: int, *, is_finished: bool) -> None:
@@ -116,7 +115,7 @@ class StateTracker:
         fresh = self.alloc_state() if keep_entry else -1
         if keep_entry and fresh < 0:
             return
-        slot = kv.mamba_ping_pong_track_buffer[entry]
+        slot = track_entries(kv)[0][entry]
         if not self._tree.attach_state(key, length, slot):
             raise IntegrityError(f"no place in the tree for a state of {length} tokens")
         self._slots.set_track_entry(req, entry, fresh)
@@ -128,10 +127,10 @@ class StateTracker:
         slot = self.alloc_state()
         if slot < 0:
             return
-        self._slots.copy_state(req.kv.mamba_pool_idx, slot)
+        self._slots.copy_state(working_slot(req.kv), slot)
         if not self._tree.attach_state(key, length, slot):
             raise IntegrityError(f"no place in the tree for a state of {length} tokens")
 
     def _donate_working_state(self, req: HasKV, key: bytes, length: int) -> None:
-        if self._tree.attach_state(key, length, req.kv.mamba_pool_idx):
+        if self._tree.attach_state(key, length, working_slot(req.kv)):
             req.kv.mamba_pool_idx = None

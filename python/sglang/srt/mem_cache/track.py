@@ -133,6 +133,8 @@ def branching_point(kv_len: int, state_len: int, checkpoint_tokens: int) -> int:
 def note_checkpoint(kv: ReqKV, seqlen: int, num_entries: int) -> None:
     """Record that entry ``mamba_next_track_idx`` now holds the state of ``seqlen`` tokens, and swap."""
     entry = kv.mamba_next_track_idx
+    if entry is None:
+        raise ValueError("the request holds no track slots")
     kv.mamba_prev_track_seqlen = (
         kv.mamba_last_track_seqlen if entry != kv.mamba_last_track_idx else None
     )
@@ -150,12 +152,13 @@ def forget_checkpoints(kv: ReqKV) -> None:
 
 def best_checkpoint(kv: ReqKV, max_len: int) -> tuple[int, int] | None:
     """``(entry, length)`` of the longest held checkpoint of at most ``max_len`` tokens, or None."""
-    last = kv.mamba_last_track_seqlen
-    if last is None:
+    entry, last, prev = (
+        kv.mamba_last_track_idx,
+        kv.mamba_last_track_seqlen,
+        kv.mamba_prev_track_seqlen,
+    )
+    if entry is None or last is None:
         return None
     if last <= max_len:
-        return kv.mamba_last_track_idx, last
-    prev = kv.mamba_prev_track_seqlen
-    if prev is not None and prev <= max_len:
-        return 1 - kv.mamba_last_track_idx, prev
-    return None
+        return entry, last
+    return None if prev is None or prev > max_len else (1 - entry, prev)
