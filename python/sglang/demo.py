@@ -167,23 +167,32 @@ def stream_to_terminal(url: str, prompt: str, max_tokens: int) -> None:
     print("\n", flush=True)
 
 
-def generate(url: str, prompt: str, max_tokens: int) -> list[int]:
-    """Greedy token ids of one prompt, always `max_tokens` of them."""
+def generate(url: str, prompt: str, max_tokens: int) -> dict[str, Any]:
+    """The reply to one greedy prompt, always with `max_tokens` tokens."""
     params = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
-    reply = call(f"{url}/generate", {"text": prompt, "sampling_params": params})
-    return list(reply["output_ids"])
+    reply: dict[str, Any] = call(f"{url}/generate", {"text": prompt, "sampling_params": params})
+    return reply
+
+
+def accept_length(replies: Sequence[dict[str, Any]]) -> float:
+    """Tokens per verify step over all replies, bonus token included."""
+    metas = [reply["meta_info"] for reply in replies]
+    num_steps = sum(meta["spec_verify_ct"] for meta in metas)
+    num_tokens = sum(meta["spec_accept_length"] * meta["spec_verify_ct"] for meta in metas)
+    return num_tokens / num_steps if num_steps else 0.0
 
 
 def measure(url: str, max_tokens: int) -> Measured:
     """Send every prompt to one server, one after the other."""
     generate(url, PROMPTS[0], 8)  # the first request pays for what is set up once
     started = time.perf_counter()
-    output_ids = [generate(url, prompt, max_tokens) for prompt in PROMPTS]
+    replies = [generate(url, prompt, max_tokens) for prompt in PROMPTS]
     seconds = time.perf_counter() - started
+    output_ids = [list(reply["output_ids"]) for reply in replies]
     state = call(f"{url}/get_server_info")["internal_states"][0]
     return Measured(
         output_ids=output_ids,
-        accept_length=float(state["avg_spec_accept_length"]),
+        accept_length=accept_length(replies),
         scratch_bytes=int(state["verify_scratch_bytes"]),
         total_tokens=int(state["max_total_num_tokens"]),
         tokens_per_s=sum(map(len, output_ids)) / seconds,

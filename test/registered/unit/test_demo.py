@@ -43,7 +43,6 @@ class StubServer:
                 if self.path == "/v1/models":
                     return self._json({"data": [{"id": "m"}]})
                 state = {
-                    "avg_spec_accept_length": 2.5,
                     "verify_scratch_bytes": 1000,
                     "max_total_num_tokens": 2000,
                 }
@@ -59,7 +58,8 @@ class StubServer:
                     return None
                 count = body["sampling_params"]["max_new_tokens"]
                 ids = [len(body["text"]) + i for i in range(count)]
-                return self._json({"output_ids": stub.change(ids)})
+                meta = {"spec_verify_ct": 4, "spec_accept_length": 2.5}
+                return self._json({"output_ids": stub.change(ids), "meta_info": meta})
 
             def log_message(self, *args):
                 pass
@@ -122,6 +122,15 @@ def test_any_difference_exits_one(change, arms, capsys):
 def test_two_empty_answers_are_not_equal(arms, capsys):
     arms(StubServer(lambda ids: []), StubServer(lambda ids: []))
     assert demo.main(["--max-tokens", "5"]) == 1
+
+
+def test_accept_length_is_over_all_steps():
+    metas = [(10, 1.0), (30, 3.0)]
+    replies = [
+        {"meta_info": {"spec_verify_ct": ct, "spec_accept_length": length}} for ct, length in metas
+    ]
+    assert demo.accept_length(replies) == 2.5
+    assert demo.accept_length([]) == 0.0
 
 
 def test_there_are_enough_prompts():
