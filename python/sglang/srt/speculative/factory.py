@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from sglang.srt.models.dflash2 import DFlash2DraftModel
 from sglang.srt.models.dspark import DSparkDraftModel
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.accept_rule import AcceptRule, MatchRule
+from sglang.srt.speculative.adaptive import AdaptiveConfig, StepPolicy
+from sglang.srt.speculative.adaptive_drafter import AdaptiveMTPDrafter
 from sglang.srt.speculative.block_drafter import BlockRunner
 from sglang.srt.speculative.dflash_drafter import DFlashDrafter
 from sglang.srt.speculative.drafter import Drafter
@@ -28,6 +31,8 @@ from sglang.srt.speculative.mtp_drafter import MTPDrafter
 from sglang.srt.speculative.ngram_drafter import NgramDrafter
 from sglang.srt.speculative.ngram_index import NgramIndex
 from sglang.srt.speculative.select import select_accept_rule
+
+logger = logging.getLogger(__name__)
 
 Built = tuple[Drafter | None, AcceptRule]
 
@@ -63,13 +68,30 @@ def _build_mtp(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
         show_progress=sys.stderr.isatty(),
     )
     rule = select_accept_rule(args, draws_by_default=False)
+    policy = _step_policy(args)
+    widest = args.speculative_num_steps if policy is None else policy.max_steps
     drafter = MTPDrafter(
         draft_runner,
         pools.req_pool,
-        num_steps=args.speculative_num_steps,
+        num_steps=max(widest, args.speculative_num_steps),
         draws=rule.wants_probs,
     )
-    return drafter, rule
+    return (drafter if policy is None else AdaptiveMTPDrafter(drafter, policy)), rule
+
+
+def _step_policy(args: ServerArgs) -> StepPolicy | None:
+    if not args.speculative_adaptive:
+        return None
+    if args.speculative_eagle_topk != 1:
+        logger.warning(
+            "--speculative-adaptive works with --speculative-eagle-topk 1, got %d; the number of "
+            "steps stays %d",
+            args.speculative_eagle_topk,
+            args.speculative_num_steps,
+        )
+        return None
+    config = AdaptiveConfig.load(args.speculative_adaptive_config)
+    return StepPolicy(config, args.speculative_num_steps)
 
 
 def _build_block(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
