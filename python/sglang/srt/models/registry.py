@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from sglang.kernels.ops.cpu import gemm, library
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.models.hybrid_gdn import HybridGDNForCausalLM
@@ -19,6 +22,22 @@ MODEL_OF_FAMILY: dict[str, type[HybridGDNForCausalLM]] = {
 }
 
 
+CPU_KERNELS_ENV = "SGLANG_CPU_KERNELS"
+
+
+def configure_cpu_kernels() -> None:
+    """Take the kernels that ``SGLANG_CPU_KERNELS`` asks for (auto, native, torch), unless chosen.
+
+    Kernel calls may use as many threads as torch does.
+    Raises:
+        ValueError: the variable holds something else.
+    """
+    if not library.is_selected():
+        library.select(os.environ.get(CPU_KERNELS_ENV, "auto").strip().lower())
+    if library.library() is not None:
+        gemm.set_threads(torch.get_num_threads())
+
+
 def build_model(
     model_config: ModelConfig,
     *,
@@ -31,9 +50,12 @@ def build_model(
 
     ``dtype`` is that of the weights; activations are fp32 on the CPU.
     """
+    device = torch.device(device)
+    if device.type == "cpu":
+        configure_cpu_kernels()
     return MODEL_OF_FAMILY[model_config.family](
         model_config,
-        device=torch.device(device),
+        device=device,
         dtype=dtype,
         attn_backend=attn_backend,
         batch_invariant=batch_invariant,

@@ -19,7 +19,7 @@ ABI_VERSION = 1
 
 
 class _Choice:
-    mode = "auto"
+    mode: str | None = None
     resolved = False
     library: ctypes.CDLL | None = None
 
@@ -36,9 +36,16 @@ def select(mode: str) -> None:
     """
     if mode not in MODES:
         raise ValueError(f"CPU kernels {mode!r} unknown; use one of {', '.join(MODES)}")
+    if mode == _choice.mode:
+        return
     _choice.mode = mode
     _choice.resolved = False
     _choice.library = None
+
+
+def is_selected() -> bool:
+    """Whether ``select`` has been called; until then the mode is ``auto``."""
+    return _choice.mode is not None
 
 
 def declare(signatures: Callable[[ctypes.CDLL], None]) -> Callable[[ctypes.CDLL], None]:

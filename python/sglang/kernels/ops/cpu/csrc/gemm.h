@@ -33,26 +33,24 @@ static void pack(W* storage, int64_t rows, int64_t cols) {
   }
 }
 
-// Tiles of rows x vectors whose accumulators fit the registers. Few rows take whole panels, so that
-// weights stream; up to kWideRows take them in narrow strips, so that weights are read once.
+// Rows x vectors of a tile; the accumulators fit the registers.
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 6, kTileVecs = 4;
-constexpr int kWideRows = 12, kWideVecs = 2;
 #else
 constexpr int kMaxRows = 4, kTileVecs = 1;
-constexpr int kWideRows = 4, kWideVecs = 1;
 #endif
+constexpr int64_t kAheadRows = 16;  // prefetch distance within a panel, measured
 
-// R rows times NV * 16 columns of a panel, starting at column vector `first`.
 template <int R, int NV, class W>
 static inline void tile(const float* x, int64_t ldx, const W* panel, int first, int64_t cols,
-                        float* out) {
+                        int64_t ahead, float* out) {
   vf acc[R][NV];
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < NV; ++j) acc[r][j] = vf{};
   const W* w = panel + first * kLanes;
   for (int64_t k = 0; k < cols; ++k, w += kPanel) {
-    __builtin_prefetch(w + 24 * kPanel);
+    for (int b = 0; b < int(kPanel * sizeof(W)); b += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(w + ahead) + b, 0, 2);
     vf wv[NV];
     for (int j = 0; j < NV; ++j) wv[j] = load(w + j * kLanes);
     for (int r = 0; r < R; ++r) {
@@ -64,30 +62,25 @@ static inline void tile(const float* x, int64_t ldx, const W* panel, int first, 
     for (int j = 0; j < NV; ++j) store(out + r * kPanel + (first + j) * kLanes, acc[r][j]);
 }
 
-template <int R, int NV, class W>
+template <int R, class W>
 static inline void panel_tiles(const float* x, int64_t ldx, const W* panel, int64_t cols,
-                               float* out) {
-  for (int first = 0; first < kVecs; first += NV) tile<R, NV>(x, ldx, panel, first, cols, out);
+                               int64_t ahead, float* out) {
+  for (int first = 0; first < kVecs; first += kTileVecs)
+    tile<R, kTileVecs>(x, ldx, panel, first, cols, ahead, out);
 }
 
-// out [rows, 64], rows <= kWideRows
+// out [rows, 64], rows <= kMaxRows
 template <class W>
 static inline void panel_rows(const float* x, int64_t ldx, int rows, const W* panel, int64_t cols,
-                              float* out) {
+                              int64_t ahead, float* out) {
   switch (rows) {
-    case 1: return panel_tiles<1, kTileVecs>(x, ldx, panel, cols, out);
-    case 2: return panel_tiles<2, kTileVecs>(x, ldx, panel, cols, out);
-    case 3: return panel_tiles<3, kTileVecs>(x, ldx, panel, cols, out);
-    case 4: return panel_tiles<4, kTileVecs>(x, ldx, panel, cols, out);
+    case 1: return panel_tiles<1>(x, ldx, panel, cols, ahead, out);
+    case 2: return panel_tiles<2>(x, ldx, panel, cols, ahead, out);
+    case 3: return panel_tiles<3>(x, ldx, panel, cols, ahead, out);
+    case 4: return panel_tiles<4>(x, ldx, panel, cols, ahead, out);
 #if defined(__AVX512F__)
-    case 5: return panel_tiles<5, kTileVecs>(x, ldx, panel, cols, out);
-    case 6: return panel_tiles<6, kTileVecs>(x, ldx, panel, cols, out);
-    case 7: return panel_tiles<7, kWideVecs>(x, ldx, panel, cols, out);
-    case 8: return panel_tiles<8, kWideVecs>(x, ldx, panel, cols, out);
-    case 9: return panel_tiles<9, kWideVecs>(x, ldx, panel, cols, out);
-    case 10: return panel_tiles<10, kWideVecs>(x, ldx, panel, cols, out);
-    case 11: return panel_tiles<11, kWideVecs>(x, ldx, panel, cols, out);
-    case 12: return panel_tiles<12, kWideVecs>(x, ldx, panel, cols, out);
+    case 5: return panel_tiles<5>(x, ldx, panel, cols, ahead, out);
+    case 6: return panel_tiles<6>(x, ldx, panel, cols, ahead, out);
 #endif
   }
 }
@@ -101,12 +94,14 @@ static void panel_block(const Linear& linear, int64_t panel, const float* x, int
   const W* w = static_cast<const W*>(linear.weight) + panel * kPanel * linear.cols;
   const int64_t n0 = panel * kPanel;
   const int width = int(linear.rows - n0 < kPanel ? linear.rows - n0 : kPanel);
-  alignas(64) float out[kWideRows * kPanel];
-  const int64_t most = row1 - row0 <= kWideRows ? kWideRows : kMaxRows;
-  int64_t blocks = (row1 - row0 + most - 1) / most;
+  alignas(64) float out[kMaxRows * kPanel];
+  int64_t blocks = (row1 - row0 + kMaxRows - 1) / kMaxRows;
+  const bool several = blocks > 1;
   for (int64_t t = row0; t < row1; --blocks) {
-    int rows = int((row1 - t + blocks - 1) / blocks);
-    panel_rows(x + t * ldx, ldx, rows, w, linear.cols, out);
+    const int rows = int((row1 - t + blocks - 1) / blocks);
+    // With several blocks a panel is in cache after the first; the last one fetches the next panel.
+    const int64_t distance = several && blocks == 1 ? linear.cols : kAheadRows;
+    panel_rows(x + t * ldx, ldx, rows, w, linear.cols, kPanel * distance, out);
     for (int r = 0; r < rows; ++r) {
       float* to = y + (t + r) * ldy + n0;
       const float* from = out + r * kPanel;
