@@ -12,8 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 PUBLIC_EDGES: tuple[str, ...] = (
+    "python/sglang/cli",
     "python/sglang/demo.py",
+    "python/sglang/launch_server.py",
     "python/sglang/srt/arg_groups",
+    "python/sglang/srt/configs",
+    "python/sglang/srt/entrypoints/engine.py",
+    "python/sglang/srt/entrypoints/http_server.py",
     "python/sglang/srt/environ.py",
     "python/sglang/srt/installation.py",
     "python/sglang/srt/managers/io_struct.py",

@@ -37,6 +37,18 @@ def test_distribution_and_import_names():
     )
 
 
+def test_every_file_of_the_package_is_packaged():
+    patterns = pyproject()["tool"]["setuptools"]["package-data"]["sglang"]
+    package = ROOT / "python" / "sglang"
+    packaged = {path for pattern in patterns for path in package.glob(pattern)}
+    left_out = [
+        str(path.relative_to(package))
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc") and path not in packaged
+    ]
+    assert left_out == []
+
+
 def test_core_stays_free_of_heavy_packages():
     names = {re.split(r"[<>=;\[ ]", d)[0] for d in pyproject()["project"]["dependencies"]}
     assert names.isdisjoint({"transformers", "triton", "matplotlib", "xgrammar", "llguidance"})
