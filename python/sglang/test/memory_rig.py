@@ -16,8 +16,8 @@ import torch
 
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.hicache.blob_io import BlobIO
-from sglang.srt.mem_cache.hierarchical_cache import FileTier, HierarchicalCache, HostTierSize
+from sglang.srt.mem_cache.hicache.build import HostTierSettings, build_host_tier
+from sglang.srt.mem_cache.hierarchical_cache import HierarchicalCache
 from sglang.srt.mem_cache.pool.kv_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool.req_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -83,8 +83,7 @@ class RigConfig:
     max_step_tokens: int = 4
     max_context_len: int = 192
     radix: bool = True
-    host_pages: int = 0
-    host_states: int = 0
+    host_ratio: float = 0.0
     write_policy: str = "write_through"
     storage_dir: Path | None = None
     device: str = "cpu"
@@ -151,28 +150,19 @@ class MemoryRig:
 
     def _build_host(self) -> HierarchicalCache | None:
         config = self.config
-        if not config.host_pages:
+        if not config.host_ratio or self.tree is None:
             return None
-        page_io = BlobIO(
-            list(self.kv_pool.named_tensors().values()),
-            slot_axis=0,
-            slots_per_item=config.page_size,
-        )
-        state_io = BlobIO(self._states(), slot_axis=1, slots_per_item=1)
-        fingerprint = f"rig {page_io.describe()} {state_io.describe()}".encode()
-        files = None
-        if config.storage_dir is not None:
-            files = FileTier.open(
-                config.storage_dir, fingerprint, page_io.item_bytes, state_io.item_bytes
-            )
-        return HierarchicalCache(
-            tree=self.tree,
-            page_io=page_io,
-            state_io=state_io,
-            size=HostTierSize(config.host_pages, config.host_states),
-            fingerprint=fingerprint,
+        settings = HostTierSettings(
+            ratio=config.host_ratio,
             write_policy=config.write_policy,
-            files=files,
+            storage_dir=config.storage_dir,
+            identity={"model": "rig"},
+        )
+        return build_host_tier(
+            tree=self.tree,
+            kv_pools=[self.kv_pool],
+            mamba_pool=self.pool.mamba_pool,
+            settings=settings,
         )
 
     # -- contents
@@ -315,8 +305,6 @@ class MemoryRig:
 
     def check(self) -> None:
         self.memory.check_integrity()
-        if self.host is not None:
-            self.host.check_integrity()
         self.check_tree()
 
     def check_idle_and_empty(self) -> None:

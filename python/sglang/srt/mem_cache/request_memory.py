@@ -141,8 +141,8 @@ class RequestMemory:
     ) -> bool:
         """Give a waiting request everything its first step needs, or nothing.
 
-        Takes a row, a working state slot, track slots, and pages for the usable prefix plus
-        ``num_new_tokens``; evicts from the tree when short. The matched state is copied into the
+        Takes a row, a working state slot, track slots, and pages for the usable prefix and for
+        ``num_new_tokens`` after the part of it that is on the device; evicts when short. The matched state is copied into the
         working slot, which is cleared when there is none. On success ``req.kv`` describes what is
         held and ``committed_len == cached_len`` is the length of the prefix.
         """
@@ -150,7 +150,7 @@ class RequestMemory:
             raise ValueError(f"request row {req.kv.req_pool_idx} is admitted already")
         key = token_key(token_ids)
         match = self._match(key, limit)
-        end = match.usable_len + num_new_tokens
+        end = max(match.usable_len, match.cached_len + num_new_tokens)
         if end > self._slots.max_context_len:
             raise ValueError(
                 f"a request of {end} tokens exceeds the context length "
@@ -433,3 +433,5 @@ class RequestMemory:
         Raises: IntegrityError naming the first thing that disagrees.
         """
         MemoryBooks(self._slots, self._allocator, self._tree, self._held).check()
+        if self._host is not None:
+            self._host.check_integrity()

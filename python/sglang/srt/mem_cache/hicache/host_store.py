@@ -11,6 +11,9 @@ import torch
 from sglang.srt.mem_cache.hicache.blob_io import BlobIO
 from sglang.srt.mem_cache.integrity import IntegrityError
 
+_CHUNK_BYTES = 1 << 30
+"""Pinned allocations are rounded up to a power of two, so one huge one could waste half of itself."""
+
 OnStored = Callable[[bytes, bytes], None]
 
 
@@ -26,13 +29,21 @@ class HostStore:
         self._io = io
         self.capacity = capacity
         self._is_cuda = io.device.type == "cuda"
-        self._rows = torch.empty(
-            (capacity, io.item_bytes), dtype=torch.uint8, pin_memory=self._is_cuda
-        )
+        self._rows_per_chunk = max(1, _CHUNK_BYTES // io.item_bytes)
+        self._chunks = [
+            torch.empty(
+                (min(self._rows_per_chunk, capacity - start), io.item_bytes),
+                dtype=torch.uint8,
+                pin_memory=self._is_cuda,
+            )
+            for start in range(0, capacity, self._rows_per_chunk)
+        ]
         self._stream = torch.cuda.Stream(io.device) if self._is_cuda else None
         self._on_stored = on_stored
         self._index: OrderedDict[bytes, int] = OrderedDict()
-        self._free = list(range(capacity))
+        self._free = list(
+            range(capacity)
+        )  # taken from the end, so that a save gets a run of places
         self._pins: dict[bytes, int] = {}
         self._in_flight: dict[bytes, torch.cuda.Event] = {}
 
@@ -76,24 +87,38 @@ class HostStore:
 
     def _write(self, names: list[bytes], places: list[int], packed: torch.Tensor) -> None:
         if self._stream is None:
-            self._rows[places] = packed
+            self._copy_rows(places, packed)
             for name in names:
                 self._arrived(name)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._io.device))
         with torch.cuda.stream(self._stream):
-            for start, end in _runs(places):
-                target = self._rows[places[start] : places[start] + end - start]
-                target.copy_(packed[start:end], non_blocking=True)
+            self._copy_rows(places, packed)
             packed.record_stream(self._stream)
             event = torch.cuda.Event()
             event.record(self._stream)
         for name in names:
             self._in_flight[name] = event
 
+    def _copy_rows(self, places: list[int], packed: torch.Tensor) -> None:
+        """One copy per range of consecutive places within a chunk."""
+        start = 0
+        for i in range(1, len(places) + 1):
+            is_next = i < len(places) and places[i] == places[i - 1] + 1
+            if is_next and places[i] % self._rows_per_chunk:
+                continue
+            chunk, row = divmod(places[start], self._rows_per_chunk)
+            target = self._chunks[chunk][row : row + i - start]
+            target.copy_(packed[start:i], non_blocking=self._is_cuda)
+            start = i
+
+    def _row(self, digest: bytes) -> torch.Tensor:
+        chunk, row = divmod(self._index[digest], self._rows_per_chunk)
+        return self._chunks[chunk][row]
+
     def _arrived(self, digest: bytes) -> None:
         if self._on_stored is not None:
-            self._on_stored(digest, self._rows[self._index[digest]].numpy().tobytes())
+            self._on_stored(digest, self._row(digest).numpy().tobytes())
 
     def poll(self) -> None:
         """Hand over the rows whose copies have arrived since the last call."""
@@ -116,7 +141,7 @@ class HostStore:
     def read(self, digest: bytes) -> torch.Tensor:
         """The row of an item that is here, a view; valid while the item is pinned."""
         self._settle(digest)
-        return self._rows[self._index[digest]]
+        return self._row(digest)
 
     def touch(self, digests: list[bytes]) -> None:
         """Make items the youngest, the first of them youngest of all."""
@@ -152,14 +177,3 @@ class HostStore:
             )
         if any(digest not in self._index for digest in (*self._pins, *self._in_flight)):
             raise IntegrityError("host tier: an item in use is not filed")
-
-
-def _runs(places: list[int]) -> list[tuple[int, int]]:
-    """Ranges ``(start, end)`` of positions in ``places`` that hold consecutive numbers."""
-    runs = []
-    start = 0
-    for i in range(1, len(places) + 1):
-        if i == len(places) or places[i] != places[i - 1] + 1:
-            runs.append((start, i))
-            start = i
-    return runs
