@@ -129,7 +129,7 @@ def test_duplicate_rid_is_refused(slow):
         json={"prompt": "a", "max_tokens": 1},
         headers={"x-request-id": "from-router"},
     )
-    assert reply.json()["id"] == "from-router"
+    assert reply.json()["id"] == reply.headers["x-request-id"] == "from-router"
 
 
 def test_many_streams_at_once(slow):
@@ -226,6 +226,23 @@ def test_long_prompt_is_cut_when_asked(model):
             "prompt_tokens_details": {"cached_tokens": 1},
         }
         assert reply["choices"][0]["text"] == "a"
+
+
+def test_request_log_has_sizes_and_no_text(model):
+    """Catches a log line that does not parse, or that tells what users wrote."""
+    with FakeServer(model, "--log-requests", "--skip-server-warmup") as server:
+        server.wait_ready()
+        body = {"prompt": "secret", "max_tokens": 3, "rid": "logged"}
+        assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
+        server.stop()
+        (line,) = [line for line in server.log().splitlines() if "] request {" in line]
+        entry = json.loads(line.partition("] request ")[2])
+        assert (entry["rid"], entry["prompt_tokens"], entry["completion_tokens"]) == (
+            "logged",
+            6,
+            3,
+        )
+        assert entry["finish_reason"] == "length" and "secret" not in line
 
 
 def test_loading_answers_503(model):

@@ -341,6 +341,12 @@ def test_a_refusal_by_the_scheduler_is_an_http_error(server, priority, status, s
     body = {"prompt": "a", "priority": priority, "stream": stream}
     reply = httpx.post(server.url + "/v1/completions", json=body)
     assert reply.status_code == status
+    assert reply.json()["error"]["param"] == (None if status == 503 else "json_schema")
+    if status == 400:
+        body |= {"response_format": {"type": "json_object"}}
+        error = httpx.post(server.url + "/v1/completions", json=body).json()["error"]
+        assert error["param"] == "response_format"
+        assert error["message"].startswith("response_format is not supported")
     assert ("retry-after" in reply.headers) == (status == 503)
 
 

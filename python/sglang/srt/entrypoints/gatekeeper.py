@@ -51,6 +51,9 @@ class Gatekeeper:
         if error is not None:
             await error_response(error)(scope, receive, send)
             return
+        request_id = headers.get(b"x-request-id")
+        if request_id is not None:
+            send = _echoing(send, request_id)
         if scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
@@ -96,6 +99,18 @@ class Gatekeeper:
             return message
 
         return limited
+
+
+def _echoing(send: Send, request_id: bytes) -> Send:
+    """`send` that repeats a router's request id in the reply's headers."""
+
+    async def echoing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return echoing
 
 
 def _has_key(headers: dict[bytes, bytes], key: str) -> bool:

@@ -16,8 +16,11 @@ from sglang.srt.managers.errors import RequestError
 
 T = TypeVar("T")
 
-ROUTER_NO_OPS = frozenset(
+NO_OPS = frozenset(
     {
+        "prompt_cache_key",
+        "safety_identifier",
+        "service_tier",
         "log_metrics",
         "return_hidden_states",
         "background",
@@ -27,7 +30,7 @@ ROUTER_NO_OPS = frozenset(
         "return_text_in_logprobs",
     }
 )
-"""Options that routers add with their neutral values; accepted and without effect."""
+"""Options that clients and routers add to every request; accepted and without effect."""
 
 
 class ClientGone(Exception):
@@ -58,7 +61,7 @@ def decode_body(body: dict[str, Any], model: type[T]) -> T:
     known = set(model.__struct_fields__)  # type: ignore[attr-defined]
     unknown = [key for key in body if key not in known]
     for key in unknown:
-        if body[key] is not False and key not in ROUTER_NO_OPS:
+        if body[key] is not False and key not in NO_OPS:
             raise RequestError(
                 f"{key} is not supported by this server; leave it out or send null",
                 param=key,

@@ -110,12 +110,18 @@ class Routes:
                 operation_id=f"{method.lower()}_{path.strip('/').replace('/', '_')}",
             )
 
+    def _request_id(self, request: Request) -> str | None:
+        """The id that a router gave the request, for bodies without one. A retry may carry the id
+        of a request that still runs; it gets a new one."""
+        given = request.headers.get("x-request-id") or None
+        return None if given is None or self._front.manager.is_running(given) else given
+
     # --- generation -----------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
         """OpenAI text completions."""
         body = decode_body(await read_json(request), CompletionRequest)
-        job = self._completions.prepare(body, rid=_request_id(request))
+        job = self._completions.prepare(body, rid=self._request_id(request))
         if body.stream:
             return await stream_response(request, self._completions.stream(job))
         return json_response(await until_disconnect(request, self._completions.answer(job)))
@@ -123,7 +129,7 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         """OpenAI chat completions."""
         body = decode_body(await read_json(request), ChatCompletionRequest)
-        job = self._chat.prepare(body, rid=_request_id(request))
+        job = self._chat.prepare(body, rid=self._request_id(request))
         if body.stream:
             return await stream_response(request, self._chat.stream(job))
         return json_response(await until_disconnect(request, self._chat.answer(job)))
@@ -131,7 +137,7 @@ class Routes:
     async def generate(self, request: Request) -> Response:
         """SGLang's native generation."""
         body = decode_body(await read_json(request), GenerateRequest)
-        job = self._native.prepare(body, rid=_request_id(request))
+        job = self._native.prepare(body, rid=self._request_id(request))
         if body.stream:
             return await stream_response(request, self._native.stream(job))
         return json_response(await until_disconnect(request, self._native.answer(job)))
@@ -256,8 +262,3 @@ class Routes:
                 f"the cache was not flushed: {result.message}", status=400, code="busy"
             )
         return json_response({"success": True, "message": result.message or "cache flushed"})
-
-
-def _request_id(request: Request) -> str | None:
-    """The id that a router gave the request; the rid where the body has none."""
-    return request.headers.get("x-request-id") or None

@@ -41,10 +41,17 @@ class ReqState:
     """One sequence: its ids, text, log probabilities and counters so far."""
 
     def __init__(
-        self, *, rid: str, index: int, prompt_ids: list[int], detokenizer: DetokenizerState
+        self,
+        *,
+        rid: str,
+        index: int,
+        prompt_ids: list[int],
+        detokenizer: DetokenizerState,
+        field_names: dict[str, str] | None = None,
     ) -> None:
         self.rid = rid
         self.index = index
+        self.field_names = field_names or {}
         self.prompt_ids = prompt_ids
         self.scoring_only = False
         self.detokenizer = detokenizer

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 import time
 import uuid
 from typing import Any, Protocol
@@ -29,6 +31,11 @@ from sglang.srt.managers.tokenizer import NoTokenizer, Tokenizer
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+_FIRST_WORD = re.compile(r"\w+")
+_NAMED_FIELDS = frozenset(
+    {*SamplingParams.__struct_fields__, *TokenizedGenerateReqInput.__struct_fields__}
+)
 
 
 class Link(Protocol):
@@ -82,6 +89,10 @@ class TokenizerManager:
             return msgspec.convert(merged, SamplingParams)
         except msgspec.ValidationError as error:
             raise _type_error(str(error), field_names or {}) from error
+
+    def is_running(self, rid: str) -> bool:
+        """Whether a sequence with this id has not ended."""
+        return rid in self._running
 
     def start(self, rid: str, inputs: list[GenerateReqInput]) -> RequestGroup:
         """Check all, then send all: a fault in one means that none has started.
@@ -175,6 +186,7 @@ class TokenizerManager:
             index=index,
             prompt_ids=input_ids,
             detokenizer=self._detokenizer(params, input_ids),
+            field_names=obj.field_names,
         )
         state.scoring_only = scoring_only
         if not params.ignore_eos:
@@ -308,7 +320,7 @@ class TokenizerManager:
             return
         state, group = entry
         state.update(out)
-        if out.new_token_ids:
+        if out.new_token_ids and not state.scoring_only:
             self._measure(state, out, now)
         if state.finish_reason is not None:
             state.finished_at = now
@@ -316,6 +328,8 @@ class TokenizerManager:
             aborted = state.finish_reason.type == "abort"
             self.metrics.on_end(seconds=state.e2e_latency_s, aborted=aborted)
             state.error = _refused(state)
+            if self.config.log_requests:
+                logger.info("request %s", json.dumps(_summary(state)))
         group.notify(state)
 
     def _measure(self, state: ReqState, out: TokenOutput, now: float) -> None:
@@ -341,13 +355,37 @@ def _refused(state: ReqState) -> RequestError | None:
         return None
     if state.output_ids and reason.status_code < 500:
         return None
+    message = reason.message or "the scheduler refused the request"
+    native = _FIRST_WORD.match(message)
+    param = None
+    if native is not None and native.group() in _NAMED_FIELDS:
+        param = state.field_names.get(native.group(), native.group())
+        message = param + message[native.end() :]
     return RequestError(
-        reason.message or "the scheduler refused the request",
+        message,
         status=reason.status_code,
         code="refused" if reason.status_code < 500 else "unavailable",
-        param=reason.matched if isinstance(reason.matched, str) else None,
+        param=param,
         retry_after_s=1 if reason.status_code in (429, 503) else None,
     )
+
+
+def _summary(state: ReqState) -> dict[str, Any]:
+    """One finished request for the log: sizes, times and how it ended; never its text."""
+    reason = state.finish_reason
+    first = state.first_token_at
+    return {
+        "rid": state.rid,
+        "prompt_tokens": state.prompt_tokens,
+        "completion_tokens": state.completion_tokens,
+        "cached_tokens": state.cached_tokens,
+        "finish_reason": None if reason is None else reason.type,
+        "matched": None if reason is None else reason.matched,
+        "first_token_s": None if first is None else round(first - state.created, 6),
+        "e2e_s": round(state.e2e_latency_s, 6),
+        "spec_verify_ct": state.spec_verify_ct,
+        "spec_accepted_tokens": state.spec_accepted_tokens,
+    }
 
 
 def _value_error(text: str, field_names: dict[str, str]) -> RequestError:

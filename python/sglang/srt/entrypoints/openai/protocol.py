@@ -13,6 +13,8 @@ FIELD_NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
+    "top_logprobs_num": "logprobs",
+    "input_ids": "prompt",
 }
 """Native sampling names that the OpenAI routes spell differently."""
 MAX_TOP_LOGPROBS = 20
@@ -132,6 +134,13 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: Any
     skip_special_tokens: bool = True
+
+
+def field_names(request: CommonRequest) -> dict[str, str]:
+    """FIELD_NAMES, and the name under which the request gave its JSON schema."""
+    if request.response_format is None:
+        return FIELD_NAMES
+    return {**FIELD_NAMES, "json_schema": "response_format"}
 
 
 def sampling_values(request: CommonRequest) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from sglang.srt.entrypoints.openai.chat_prompt import check_tools, clean_message
 from sglang.srt.entrypoints.openai.errors import error_event
 from sglang.srt.entrypoints.openai.logprobs import LogprobWriter
 from sglang.srt.entrypoints.openai.protocol import (
-    FIELD_NAMES,
     MAX_TOP_LOGPROBS,
     ChatCompletionRequest,
+    field_names,
     sampling_values,
 )
 from sglang.srt.entrypoints.openai.serving_completions import MAX_SEQUENCES
@@ -164,9 +164,16 @@ class ChatServing:
         )
 
     def _names(self, request: ChatCompletionRequest) -> dict[str, str]:
-        if request.max_completion_tokens is None:
-            return FIELD_NAMES
-        return {**FIELD_NAMES, "max_new_tokens": "max_completion_tokens"}
+        names = {
+            **field_names(request),
+            "input_ids": "messages",
+            "top_logprobs_num": "top_logprobs",
+        }
+        if request.max_completion_tokens is not None:
+            names["max_new_tokens"] = "max_completion_tokens"
+        if request.tool_choice is not None:
+            names["json_schema"] = "tool_choice"
+        return names
 
     def _check(self, request: ChatCompletionRequest) -> None:
         if request.n > MAX_SEQUENCES:

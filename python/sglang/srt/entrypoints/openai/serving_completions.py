@@ -13,9 +13,9 @@ from sglang.srt.entrypoints.front_end import FrontEnd
 from sglang.srt.entrypoints.openai.errors import error_event
 from sglang.srt.entrypoints.openai.logprobs import LogprobWriter
 from sglang.srt.entrypoints.openai.protocol import (
-    FIELD_NAMES,
     MAX_TOP_LOGPROBS,
     CompletionRequest,
+    field_names,
     sampling_values,
 )
 from sglang.srt.entrypoints.openai.usage import usage_of
@@ -63,7 +63,7 @@ class CompletionServing:
         values = sampling_values(request)
         asked = request.max_tokens
         values["max_new_tokens"] = DEFAULT_MAX_TOKENS if asked is None else asked
-        params = self._manager.sampling_params(values, field_names=FIELD_NAMES)
+        params = self._manager.sampling_params(values, field_names=field_names(request))
         prompts = split_prompts(request.prompt, "prompt")
         if len(prompts) * request.n > MAX_SEQUENCES:
             raise RequestError(
@@ -113,7 +113,7 @@ class CompletionServing:
             stream=request.stream,
             echo=request.echo,
             prompt_field="prompt",
-            field_names=FIELD_NAMES,
+            field_names=field_names(request),
         )
 
     # --- whole answers --------------------------------------------------------------------
