@@ -31,6 +31,7 @@ from sglang.srt.speculative.mtp_drafter import MTPDrafter
 from sglang.srt.speculative.ngram_drafter import NgramDrafter
 from sglang.srt.speculative.ngram_index import NgramIndex
 from sglang.srt.speculative.select import select_accept_rule
+from sglang.srt.speculative.tree_drafter import TreeMTPDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +71,22 @@ def _build_mtp(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
     rule = select_accept_rule(args, draws_by_default=False)
     policy = _step_policy(args)
     widest = args.speculative_num_steps if policy is None else policy.max_steps
+    is_tree = args.speculative_eagle_topk > 1
     drafter = MTPDrafter(
         draft_runner,
         pools.req_pool,
         num_steps=max(widest, args.speculative_num_steps),
         draws=rule.wants_probs,
+        keeps_logits=is_tree,
     )
+    if is_tree:
+        tree = TreeMTPDrafter(
+            drafter,
+            num_steps=args.speculative_num_steps,
+            topk=args.speculative_eagle_topk,
+            num_nodes=args.speculative_num_draft_tokens,
+        )
+        return tree, rule
     return (drafter if policy is None else AdaptiveMTPDrafter(drafter, policy)), rule
 
 

@@ -26,8 +26,8 @@ from sglang.srt.speculative.drafter import DraftBatch, Proposal
 class MTPDrafter:
     """Owns the first draft token and the draft hidden state of every request row.
 
-    ``draws`` lets drafts of sampling requests be random, with their probabilities reported; it needs
-    the first draft's logits of every row.
+    ``draws`` lets drafts of sampling requests be random, with their probabilities reported;
+    ``keeps_logits`` keeps the first draft's logits of every row, which that needs and trees need too.
     """
 
     is_chain = True
@@ -41,9 +41,11 @@ class MTPDrafter:
         *,
         num_steps: int,
         draws: bool = False,
+        keeps_logits: bool = False,
     ) -> None:
         self._runner = runner
-        self._req_pool = req_pool
+        self._draws = draws
+        self.req_pool = req_pool
         self._num_steps = num_steps
         self.draft_token_num = num_steps + 1
         num_rows = req_pool.req_to_token.shape[0]
@@ -53,7 +55,7 @@ class MTPDrafter:
             (num_rows, runner.hidden_size), dtype=runner.dtype, device=device
         )
         self._first_logits: Tensor | None = None
-        if draws:
+        if draws or keeps_logits:
             vocab_size = runner.model.config.vocab_size
             self._first_logits = torch.zeros((num_rows, vocab_size), device=device)
 
@@ -68,16 +70,16 @@ class MTPDrafter:
         if num_steps == 0:
             return Proposal(tokens=token.new_empty((len(batch.rows), 0)))
         sampler, probs = None, []
-        if self._first_logits is not None and DraftSampler.is_needed(batch):
+        if self._draws and DraftSampler.is_needed(batch):
             sampler = DraftSampler(batch, num_steps, device)
-            token, chances = sampler.choose(self._first_logits[rows], 0)
+            token, chances = sampler.choose(self.first_step(batch.rows)[0], 0)
             probs.append(chances)
         drafts = [token]
         ones = [1] * len(batch.rows)
         for step in range(num_steps - 1):
             fb = make_forward_batch(
                 ForwardMode.DECODE,
-                req_pool=self._req_pool,
+                req_pool=self.req_pool,
                 rows=batch.rows,
                 prefix_lens=[length + step for length in batch.prefix_lens],
                 query_lens=ones,
@@ -97,6 +99,20 @@ class MTPDrafter:
         return Proposal(
             tokens=torch.stack(drafts, dim=1), probs=torch.stack(probs, dim=1) if probs else None
         )
+
+    def first_step(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        """Logits [R, vocab] of the first draft and the hidden state [R, H] that it continues.
+
+        Raises: ValueError if the drafter was not built to keep logits.
+        """
+        if self._first_logits is None:
+            raise ValueError("this drafter keeps no logits; build it with keeps_logits=True")
+        index = torch.tensor(rows, device=self._first_draft.device)
+        return self._first_logits[index], self._hidden[index]
+
+    def forward(self, fb: ForwardBatch) -> LogitsOutput:
+        """Run the draft model."""
+        return self._runner.forward(fb)
 
     def after_prefill(self, fb: ForwardBatch, output: LogitsOutput, next_ids: Tensor) -> None:
         shifted = torch.roll(fb.input_ids, -1)
@@ -140,7 +156,7 @@ class MTPDrafter:
         ends = torch.tensor(query_lens, device=input_ids.device).cumsum(0)
         fb = make_forward_batch(
             ForwardMode.DRAFT_EXTEND,
-            req_pool=self._req_pool,
+            req_pool=self.req_pool,
             rows=rows,
             prefix_lens=prefix_lens,
             query_lens=query_lens,
