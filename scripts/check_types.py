@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_EDGES: tuple[str, ...] = (
     "python/sglang/cli",
     "python/sglang/demo.py",
+    "python/sglang/kernels/ops/attention",
+    "python/sglang/kernels/ops/cpu",
     "python/sglang/launch_server.py",
     "python/sglang/srt/arg_groups",
     "python/sglang/srt/configs",
