@@ -71,11 +71,9 @@ class ModelRig:
             order = torch.randperm(CONTEXT, generator=torch.Generator().manual_seed(r))
             self.req_pool.req_to_token[r + 1] = (start + order).to(torch.int32)
             self.req_pool.req_index_to_mamba_index_mapping[r + 1] = r + 1
-        self.linear_backend = CpuGDNBackend(self.req_pool, batch_invariant=batch_invariant)
+        self.linear_backend = CpuGDNBackend(self.req_pool)
         self.backend = HybridLinearAttnBackend(
-            TorchNativeAttnBackend(
-                self.req_pool, self.kv_pool, batch_invariant=batch_invariant
-            ),
+            TorchNativeAttnBackend(self.req_pool, self.kv_pool),
             self.linear_backend,
             list(self.config.full_attention_layer_ids),
         )

@@ -258,7 +258,9 @@ def test_replay_reads_strided_pools():
     case, scratch, want = verified()
     wide = torch.zeros(3, SLOTS, 2, HV, V, K)
     wide[1, :, 1] = case.ssm
-    u, k, g = (torch.stack([x, x])[1:].expand(1, *x.shape) for x in (scratch.u, scratch.k, scratch.g))
+    u, k, g = (
+        torch.stack([x, x])[1:].expand(1, *x.shape) for x in (scratch.u, scratch.k, scratch.g)
+    )
     index = [torch.tensor([x]) for x in (0, 1, STEPS - 1, 3)]
     replay_tuples(wide[1:2, :, 1], u, k, g, *index)
     assert torch.equal(wide[1, 3, 1], want)

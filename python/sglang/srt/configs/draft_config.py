@@ -171,9 +171,7 @@ def _draft_rope(raw: dict[str, Any], head_dim: int) -> RopeConfig:
     params = dict(raw.get("rope_parameters") or {})
     params.pop("partial_rotary_factor", None)
     cleaned["rope_parameters"] = params
-    return rope_from_text_config(
-        cleaned, head_dim=head_dim, default_theta=1e7, default_partial=1.0
-    )
+    return rope_from_text_config(cleaned, head_dim=head_dim, default_theta=1e7, default_partial=1.0)
 
 
 def _check(config: DraftConfig) -> None:
@@ -181,16 +179,26 @@ def _check(config: DraftConfig) -> None:
     unknown = sorted(set(config.layer_types) - known)
     rules = (
         (config.block_size >= 2, f"block_size={config.block_size} must be at least 2"),
-        (not unknown and len(config.layer_types) == config.num_hidden_layers,
-         f"layer_types must name {config.num_hidden_layers} layers from {sorted(known)}"),
-        (SLIDING_ATTENTION not in config.layer_types or config.sliding_window > 0,
-         "sliding_window is missing although a layer is sliding_attention"),
-        (config.algorithm != "DSPARK" or config.markov_rank > 0,
-         f"markov_rank={config.markov_rank} must be positive for DSPARK"),
-        (config.markov_head_type in MARKOV_HEAD_TYPES,
-         f"markov_head_type={config.markov_head_type!r}; use one of {MARKOV_HEAD_TYPES}"),
-        (config.algorithm != "DSPARK" or config.mask_token_id is not None,
-         "mask_token_id is required for DSPARK"),
+        (
+            not unknown and len(config.layer_types) == config.num_hidden_layers,
+            f"layer_types must name {config.num_hidden_layers} layers from {sorted(known)}",
+        ),
+        (
+            SLIDING_ATTENTION not in config.layer_types or config.sliding_window > 0,
+            "sliding_window is missing although a layer is sliding_attention",
+        ),
+        (
+            config.algorithm != "DSPARK" or config.markov_rank > 0,
+            f"markov_rank={config.markov_rank} must be positive for DSPARK",
+        ),
+        (
+            config.markov_head_type in MARKOV_HEAD_TYPES,
+            f"markov_head_type={config.markov_head_type!r}; use one of {MARKOV_HEAD_TYPES}",
+        ),
+        (
+            config.algorithm != "DSPARK" or config.mask_token_id is not None,
+            "mask_token_id is required for DSPARK",
+        ),
     )
     broken = [why for holds, why in rules if not holds]
     if broken:

@@ -279,22 +279,34 @@ def _check(config: ModelConfig) -> None:
     moe = config.num_experts > 0
     rules = (
         (config.hidden_act == "silu", f"hidden_act={config.hidden_act!r}; only silu is supported"),
-        (config.mamba_ssm_dtype in STATE_DTYPES,
-         f"mamba_ssm_dtype={config.mamba_ssm_dtype!r}; use one of {STATE_DTYPES}"),
+        (
+            config.mamba_ssm_dtype in STATE_DTYPES,
+            f"mamba_ssm_dtype={config.mamba_ssm_dtype!r}; use one of {STATE_DTYPES}",
+        ),
         (config.dtype in WEIGHT_DTYPES, f"dtype={config.dtype!r}; use one of {WEIGHT_DTYPES}"),
-        (config.num_attention_heads % config.num_key_value_heads == 0,
-         f"num_attention_heads={config.num_attention_heads} must be a multiple of "
-         f"num_key_value_heads={config.num_key_value_heads}"),
-        (config.linear_num_value_heads % config.linear_num_key_heads == 0,
-         f"linear_num_value_heads={config.linear_num_value_heads} must be a multiple of "
-         f"linear_num_key_heads={config.linear_num_key_heads}"),
-        (config.family == "qwen3_5" or moe,
-         f"num_experts={config.num_experts} for {config.architecture}, a mixture-of-experts model"),
-        (not moe or 0 < config.num_experts_per_tok <= config.num_experts,
-         f"num_experts_per_tok={config.num_experts_per_tok} must lie in 1..{config.num_experts}"),
-        (config.intermediate_size > 0
-         or all(config.is_moe_layer(i) for i in range(config.num_hidden_layers)),
-         "intermediate_size is missing although the model has dense layers"),
+        (
+            config.num_attention_heads % config.num_key_value_heads == 0,
+            f"num_attention_heads={config.num_attention_heads} must be a multiple of "
+            f"num_key_value_heads={config.num_key_value_heads}",
+        ),
+        (
+            config.linear_num_value_heads % config.linear_num_key_heads == 0,
+            f"linear_num_value_heads={config.linear_num_value_heads} must be a multiple of "
+            f"linear_num_key_heads={config.linear_num_key_heads}",
+        ),
+        (
+            config.family == "qwen3_5" or moe,
+            f"num_experts={config.num_experts} for {config.architecture}, a mixture-of-experts model",
+        ),
+        (
+            not moe or 0 < config.num_experts_per_tok <= config.num_experts,
+            f"num_experts_per_tok={config.num_experts_per_tok} must lie in 1..{config.num_experts}",
+        ),
+        (
+            config.intermediate_size > 0
+            or all(config.is_moe_layer(i) for i in range(config.num_hidden_layers)),
+            "intermediate_size is missing although the model has dense layers",
+        ),
     )
     broken = [why for holds, why in rules if not holds]
     if broken:

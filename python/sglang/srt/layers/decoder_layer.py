@@ -27,7 +27,6 @@ class DecoderLayer(nn.Module):
         rotary: RotaryEmbedding,
         device: torch.device,
         dtype: torch.dtype,
-        batch_invariant: bool,
     ) -> None:
         super().__init__()
         eps = config.rms_norm_eps
@@ -43,7 +42,6 @@ class DecoderLayer(nn.Module):
                 rotary=rotary,
                 device=device,
                 dtype=dtype,
-                batch_invariant=batch_invariant,
             )
         else:
             self.mixer = GatedDeltaNet(
@@ -51,11 +49,8 @@ class DecoderLayer(nn.Module):
                 layer_id=layer_id,
                 device=device,
                 dtype=dtype,
-                batch_invariant=batch_invariant,
             )
-        self.mlp = make_mlp(
-            config, layer_id, device=device, dtype=dtype, batch_invariant=batch_invariant
-        )
+        self.mlp = make_mlp(config, layer_id, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """[T, H] residual stream in and out."""
@@ -69,7 +64,6 @@ def make_mlp(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    batch_invariant: bool,
 ) -> DenseMLP | SparseMoE:
     if not config.is_moe_layer(layer_id):
         return DenseMLP(
@@ -77,7 +71,6 @@ def make_mlp(
             config.intermediate_size,
             device=device,
             dtype=dtype,
-            batch_invariant=batch_invariant,
         )
     return SparseMoE(
         hidden_size=config.hidden_size,
@@ -88,5 +81,4 @@ def make_mlp(
         norm_topk_prob=config.norm_topk_prob,
         device=device,
         dtype=dtype,
-        batch_invariant=batch_invariant,
     )

@@ -29,7 +29,6 @@ class GatedAttention(nn.Module):
         rotary: RotaryEmbedding,
         device: torch.device,
         dtype: torch.dtype,
-        batch_invariant: bool,
     ) -> None:
         super().__init__()
         self.has_gate = config.attn_output_gate
@@ -50,7 +49,6 @@ class GatedAttention(nn.Module):
             device=device,
             dtype=dtype,
             bias=config.attention_bias,
-            batch_invariant=batch_invariant,
         )
         self.o_proj = Linear(
             config.num_attention_heads * head_dim,
@@ -58,7 +56,6 @@ class GatedAttention(nn.Module):
             device=device,
             dtype=dtype,
             bias=config.attention_bias,
-            batch_invariant=batch_invariant,
         )
         eps = config.rms_norm_eps
         self.q_norm = RMSNorm(head_dim, eps, unit_offset=True, device=device)

@@ -23,7 +23,6 @@ class GatedDeltaNet(nn.Module):
         layer_id: int,
         device: torch.device,
         dtype: torch.dtype,
-        batch_invariant: bool,
     ) -> None:
         super().__init__()
         self.attn = RadixLinearAttention(
@@ -43,7 +42,6 @@ class GatedDeltaNet(nn.Module):
             sum(self.in_rows),
             device=device,
             dtype=dtype,
-            batch_invariant=batch_invariant,
         )
         self.norm = GatedRMSNorm(
             config.linear_value_head_dim,
@@ -56,7 +54,6 @@ class GatedDeltaNet(nn.Module):
             config.hidden_size,
             device=device,
             dtype=dtype,
-            batch_invariant=batch_invariant,
         )
 
     def forward(self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:

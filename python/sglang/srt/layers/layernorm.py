@@ -14,9 +14,7 @@ class RMSNorm(nn.Module):
     ``scale = weight`` (DFLASH and DSPARK drafters).
     """
 
-    def __init__(
-        self, size: int, eps: float, *, unit_offset: bool, device: torch.device
-    ) -> None:
+    def __init__(self, size: int, eps: float, *, unit_offset: bool, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size, device=device), requires_grad=False)
         self.eps = eps
@@ -35,9 +33,7 @@ class GatedRMSNorm(nn.Module):
     o, z  [T, HV, V]; activation "silu" or "sigmoid"; all arithmetic fp32.
     """
 
-    def __init__(
-        self, size: int, eps: float, *, activation: str, device: torch.device
-    ) -> None:
+    def __init__(self, size: int, eps: float, *, activation: str, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size, device=device), requires_grad=False)
         self.eps = eps

@@ -16,8 +16,8 @@ class Linear(nn.Module):
 
     weight   [out, in], a view of storage padded to whole panels on the CPU
     bias     [out] fp32 or None
-    On the CPU activations stay fp32 whatever the weight's dtype. ``batch_invariant`` makes a row's
-    result independent of the other rows of the call; the packed kernel always is.
+    On the CPU activations stay fp32 whatever the weight's dtype. A row of the packed kernel does not
+    depend on the other rows of the call.
     """
 
     def __init__(
@@ -28,12 +28,10 @@ class Linear(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         bias: bool = False,
-        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.batch_invariant = batch_invariant
         self.storage = padded_storage(out_features, in_features, device=device, dtype=dtype)
         self.weight = nn.Parameter(self.storage[:out_features], requires_grad=False)
         self.bias = (
@@ -53,13 +51,11 @@ class Linear(nn.Module):
         if self.packed:
             y = gemm.packed_linear(x, self.storage, self.out_features)
         else:
-            y = plain_linear(x, self.weight, batch_invariant=self.batch_invariant)
+            y = plain_linear(x, self.weight)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def padded_storage(
-    rows: int, cols: int, *, device: torch.device, dtype: torch.dtype
-) -> Tensor:
+def padded_storage(rows: int, cols: int, *, device: torch.device, dtype: torch.dtype) -> Tensor:
     """[rows rounded up to a whole panel on the CPU, cols], zero beyond ``rows``."""
     padded = -(-rows // PANEL_ROWS) * PANEL_ROWS if device.type == "cpu" else rows
     storage = torch.empty((padded, cols), dtype=dtype, device=device)
@@ -67,10 +63,6 @@ def padded_storage(
     return storage
 
 
-def plain_linear(x: Tensor, weight: Tensor, *, batch_invariant: bool) -> Tensor:
-    """``x W^T`` for x [T, in] in torch; row by row where the result must not depend on T."""
-    if weight.dtype != x.dtype:
-        weight = weight.to(x.dtype)
-    if not batch_invariant or x.device.type != "cpu":
-        return F.linear(x, weight)
-    return torch.stack([torch.mv(weight, row) for row in x]) if x.shape[0] else F.linear(x, weight)
+def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x W^T`` for x [T, in] in torch, in the activations' dtype."""
+    return F.linear(x, weight if weight.dtype == x.dtype else weight.to(x.dtype))

@@ -19,7 +19,6 @@ class DenseMLP(nn.Module):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        batch_invariant: bool,
     ) -> None:
         super().__init__()
         self.intermediate_size = intermediate_size
@@ -28,14 +27,12 @@ class DenseMLP(nn.Module):
             2 * intermediate_size,
             device=device,
             dtype=dtype,
-            batch_invariant=batch_invariant,
         )
         self.down = Linear(
             intermediate_size,
             hidden_size,
             device=device,
             dtype=dtype,
-            batch_invariant=batch_invariant,
         )
 
     def forward(self, x: Tensor) -> Tensor:

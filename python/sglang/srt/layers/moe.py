@@ -25,12 +25,10 @@ class Experts(nn.Module):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        batch_invariant: bool,
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        self.batch_invariant = batch_invariant
         up_rows = padded_storage(2 * intermediate_size, 1, device=device, dtype=dtype).shape[0]
         down_rows = padded_storage(hidden_size, 1, device=device, dtype=dtype).shape[0]
         self.gate_up_storage = torch.zeros(
@@ -76,7 +74,7 @@ class Experts(nn.Module):
     def _linear(self, x: Tensor, weight: Tensor, storage: Tensor) -> Tensor:
         if self.packed:
             return gemm.packed_linear(x, storage, weight.shape[0])
-        return plain_linear(x, weight, batch_invariant=self.batch_invariant)
+        return plain_linear(x, weight)
 
 
 class SparseMoE(nn.Module):
@@ -93,32 +91,25 @@ class SparseMoE(nn.Module):
         norm_topk_prob: bool,
         device: torch.device,
         dtype: torch.dtype,
-        batch_invariant: bool,
     ) -> None:
         super().__init__()
         self.top_k = top_k
         self.norm_topk_prob = norm_topk_prob
-        self.gate = Linear(
-            hidden_size, num_experts, device=device, dtype=dtype, batch_invariant=batch_invariant
-        )
+        self.gate = Linear(hidden_size, num_experts, device=device, dtype=dtype)
         self.experts = Experts(
             num_experts,
             hidden_size,
             intermediate_size,
             device=device,
             dtype=dtype,
-            batch_invariant=batch_invariant,
         )
         self.shared_expert = DenseMLP(
             hidden_size,
             shared_intermediate_size,
             device=device,
             dtype=dtype,
-            batch_invariant=batch_invariant,
         )
-        self.shared_expert_gate = Linear(
-            hidden_size, 1, device=device, dtype=dtype, batch_invariant=batch_invariant
-        )
+        self.shared_expert_gate = Linear(hidden_size, 1, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""

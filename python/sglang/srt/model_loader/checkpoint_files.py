@@ -65,7 +65,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle = open(path, "rb")  # noqa: SIM115 - closed by __exit__
+        self._handle = open(path, "rb")
         header_bytes = int.from_bytes(self._handle.read(8), "little")
         if not 0 < header_bytes <= _MAX_HEADER_BYTES:
             raise ValueError(f"{path} is no safetensors file: header of {header_bytes} bytes")

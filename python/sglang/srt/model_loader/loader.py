@@ -117,9 +117,7 @@ def _check_complete(missing: list[str], unknown: list[str], path: str) -> None:
         if names
     ]
     if problems:
-        raise ValueError(
-            f"checkpoint {path!r} does not fit its config.json: {'; '.join(problems)}"
-        )
+        raise ValueError(f"checkpoint {path!r} does not fit its config.json: {'; '.join(problems)}")
 
 
 class _Reader:
@@ -162,5 +160,7 @@ class _Reader:
         if self._quantization is not None and self._quantization.is_ignored(
             name.removesuffix(".weight")
         ):
-            logger.warning("%s is listed as unquantized but stored as float8; using its scale", name)
+            logger.warning(
+                "%s is listed as unquantized but stored as float8; using its scale", name
+            )
         return dequantize(tensor, self._get(scale_name), block, name=name)

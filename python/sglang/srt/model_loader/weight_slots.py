@@ -89,9 +89,7 @@ def decoder_slots(layers: nn.ModuleList, *, prefix: str, config: ModelConfig) ->
     return slots
 
 
-def _layer_slots(
-    slots: WeightSlots, prefix: str, layer: DecoderLayer, config: ModelConfig
-) -> None:
+def _layer_slots(slots: WeightSlots, prefix: str, layer: DecoderLayer, config: ModelConfig) -> None:
     slots.add(f"{prefix}input_layernorm.weight", layer.input_layernorm.weight)
     slots.add(f"{prefix}post_attention_layernorm.weight", layer.post_attention_layernorm.weight)
     if isinstance(layer.mixer, GatedAttention):
@@ -119,9 +117,7 @@ def _attention_slots(slots: WeightSlots, prefix: str, mixer: GatedAttention) -> 
         slots.add(f"{prefix}o_proj.bias", mixer.o_proj.bias)
 
 
-def _gdn_slots(
-    slots: WeightSlots, prefix: str, mixer: GatedDeltaNet, config: ModelConfig
-) -> None:
+def _gdn_slots(slots: WeightSlots, prefix: str, mixer: GatedDeltaNet, config: ModelConfig) -> None:
     qkv, z, b, a = mixer.in_proj.weight.split(mixer.in_rows)
     if config.family == "qwen3_next":
         _interleaved_gdn_slots(slots, prefix, mixer, config)

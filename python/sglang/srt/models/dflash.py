@@ -104,7 +104,7 @@ class BlockDraftLayer(nn.Module):
             config, layer_id=layer_id, rotary=rotary, device=device, dtype=dtype
         )
         self.mlp = DenseMLP(
-            size, config.intermediate_size, device=device, dtype=dtype, batch_invariant=False
+            size, config.intermediate_size, device=device, dtype=dtype
         )
         self.attention_conv: GroupedDynamicConv | None = None
         self.mlp_conv: GroupedDynamicConv | None = None

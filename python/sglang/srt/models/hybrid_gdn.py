@@ -43,7 +43,6 @@ class HybridGDNForCausalLM(nn.Module):
             config.vocab_size,
             device=device,
             dtype=dtype,
-            batch_invariant=batch_invariant,
         )
         table = self.lm_head
         if not config.tie_word_embeddings:
@@ -58,7 +57,6 @@ class HybridGDNForCausalLM(nn.Module):
                 rotary=self.rotary,
                 device=device,
                 dtype=dtype,
-                batch_invariant=batch_invariant,
             )
             for i in range(config.num_hidden_layers)
         )
@@ -66,6 +64,7 @@ class HybridGDNForCausalLM(nn.Module):
             config.hidden_size, config.rms_norm_eps, unit_offset=True, device=device
         )
         self.fused_step: FusedStep | None = None
+        self.batch_invariant = batch_invariant
 
     def forward(self, fb: ForwardBatch) -> LogitsOutput:
         """Run one call; see ForwardBatch and LogitsOutput."""
@@ -97,8 +96,22 @@ class HybridGDNForCausalLM(nn.Module):
         return slots
 
     def finish_loading(self) -> None:
-        """Called once by the loader: hand the weights to the compiled step, if there is one."""
+        """Called once by the loader: hand the weights to the compiled step, if there is one.
+
+        Raises:
+            ValueError: rows must not depend on their batch, and only the compiled step promises it.
+        """
         self.fused_step = FusedStep.create(self)
+        on_cpu = self.norm.weight.device.type == "cpu"
+        check_batch_invariance(self.batch_invariant and on_cpu, self.fused_step)
+
+
+def check_batch_invariance(wanted: bool, fused_step: FusedStep | None) -> None:
+    if wanted and fused_step is None:
+        raise ValueError(
+            "--enable-deterministic-inference needs the compiled CPU kernels: install a C++ "
+            "compiler, unset SGLANG_CPU_KERNELS=torch, or drop the flag"
+        )
 
 
 def max_position(fb: ForwardBatch) -> int:

@@ -15,7 +15,11 @@ from sglang.srt.layers.logits_processor import select_outputs
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, LogitsOutput
 from sglang.srt.model_loader.weight_slots import WeightSlots, decoder_slots
-from sglang.srt.models.hybrid_gdn import HybridGDNForCausalLM, max_position
+from sglang.srt.models.hybrid_gdn import (
+    HybridGDNForCausalLM,
+    check_batch_invariance,
+    max_position,
+)
 
 
 class Qwen3_5MTP(nn.Module):
@@ -46,9 +50,7 @@ class Qwen3_5MTP(nn.Module):
         self.activation_dtype = target.activation_dtype
         self.pre_fc_norm_embedding = RMSNorm(size, eps, unit_offset=True, device=device)
         self.pre_fc_norm_hidden = RMSNorm(size, eps, unit_offset=True, device=device)
-        self.fc = Linear(
-            2 * size, size, device=device, dtype=dtype, batch_invariant=batch_invariant
-        )
+        self.fc = Linear(2 * size, size, device=device, dtype=dtype)
         self.rotary = RotaryEmbedding(config.rope, device=device)
         self.layers = nn.ModuleList(
             [
@@ -58,12 +60,12 @@ class Qwen3_5MTP(nn.Module):
                     rotary=self.rotary,
                     device=device,
                     dtype=dtype,
-                    batch_invariant=batch_invariant,
                 )
             ]
         )
         self.norm = RMSNorm(size, eps, unit_offset=True, device=device)
         self.fused_step: FusedStep | None = None
+        self.batch_invariant = batch_invariant
 
     def forward(self, fb: ForwardBatch) -> LogitsOutput:
         """Logits for the token after ``fb.input_ids``; hidden is what the next draft step takes.
@@ -94,3 +96,5 @@ class Qwen3_5MTP(nn.Module):
     def finish_loading(self) -> None:
         """Called once by the loader, after the target's."""
         self.fused_step = FusedStep.create(self, draft=self)
+        on_cpu = self.norm.weight.device.type == "cpu"
+        check_batch_invariance(self.batch_invariant and on_cpu, self.fused_step)

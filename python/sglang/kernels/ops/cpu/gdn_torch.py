@@ -119,9 +119,7 @@ def _one_chunk(state: Tensor, part: GDNInputs) -> tuple[Tensor, Tensor]:
     system = beta * (k @ k.transpose(1, 2)) * decay * (lower - eye) + eye
     start = state.transpose(1, 2)
     carried = v - torch.exp(total)[..., None] * (k @ start)
-    updates = torch.linalg.solve_triangular(
-        system, beta * carried, upper=False, unitriangular=True
-    )
+    updates = torch.linalg.solve_triangular(system, beta * carried, upper=False, unitriangular=True)
     out = torch.exp(total)[..., None] * (q @ start) + ((q @ k.transpose(1, 2)) * decay) @ updates
     remaining = torch.exp(total[:, -1:] - total)[..., None]
     end = torch.exp(total[:, -1])[:, None, None] * start + (k * remaining).transpose(1, 2) @ updates

@@ -33,9 +33,7 @@ def _signatures(lib: ctypes.CDLL) -> None:
 
 def can_pack(weight: Tensor) -> bool:
     """Whether ``weight`` [rows, in] may be packed here."""
-    return (
-        library() is not None and weight.device.type == "cpu" and weight.dtype in WEIGHT_DTYPES
-    )
+    return library() is not None and weight.device.type == "cpu" and weight.dtype in WEIGHT_DTYPES
 
 
 def pack_inplace(storage: Tensor) -> None:

@@ -78,9 +78,7 @@ def replay_tuples(
     lib.sgl_replay(ctypes.addressof(args))
 
 
-def _check(
-    ssm_states: Tensor, u: Tensor, k: Tensor, g: Tensor, index: tuple[Tensor, ...]
-) -> None:
+def _check(ssm_states: Tensor, u: Tensor, k: Tensor, g: Tensor, index: tuple[Tensor, ...]) -> None:
     num_layers, _, heads, v_dim, k_dim = ssm_states.shape
     leading = (num_layers, *g.shape[1:3], heads)
     wanted = (("u", u, (*leading, v_dim)), ("k", k, (*leading, k_dim)), ("g", g, leading))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 
+from torch import Tensor
+
 from sglang.kernels.ops.cpu.library import declare
 
 _PTR, _INT, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -151,6 +153,6 @@ def check_sizes(lib: ctypes.CDLL) -> None:
             )
 
 
-def pointer(tensor) -> int | None:  # noqa: ANN001 - torch.Tensor or None, kept free of torch
+def pointer(tensor: Tensor | None) -> int | None:
     """Address of a tensor's first element; None stays a null pointer."""
     return None if tensor is None else tensor.data_ptr()

@@ -27,21 +27,11 @@ class KVPool(Protocol):
 
 
 class TorchNativeAttnBackend(AttentionBackend):
-    """Writes K and V, then attends request by request over the gathered context.
+    """Writes K and V, then attends request by request over the gathered context."""
 
-    ``batch_invariant`` attends row by row, so that a row's bits do not depend on its neighbours.
-    """
-
-    def __init__(
-        self,
-        req_to_token_pool: RequestRows,
-        token_to_kv_pool: KVPool,
-        *,
-        batch_invariant: bool = False,
-    ) -> None:
+    def __init__(self, req_to_token_pool: RequestRows, token_to_kv_pool: KVPool) -> None:
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
-        self.batch_invariant = batch_invariant
 
     def init_forward_metadata(self, fb: ForwardBatch) -> None:
         """Nothing is shared between layers."""
@@ -63,15 +53,7 @@ class TorchNativeAttnBackend(AttentionBackend):
             context_k, context_v = keys[slots].to(q.dtype), values[slots].to(q.dtype)
             rows = slice(start, start + length)
             start += length
-            if not self.batch_invariant:
-                out[rows] = attend(q[rows], context_k, context_v, layer, first_position=prefix)
-                continue
-            for i in range(length):
-                end = prefix + i + 1 if layer.is_causal else prefix + length
-                one = slice(rows.start + i, rows.start + i + 1)
-                out[one] = attend(
-                    q[one], context_k[:end], context_v[:end], layer, first_position=prefix + i
-                )
+            out[rows] = attend(q[rows], context_k, context_v, layer, first_position=prefix)
         return out
 
 

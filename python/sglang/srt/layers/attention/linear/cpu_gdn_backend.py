@@ -60,15 +60,12 @@ class GDNForwardMetadata:
 
 
 class CpuGDNBackend(AttentionBackend):
-    """``batch_invariant`` runs prompts token by token, so that a row's bits do not depend on how a
-    prompt is cut; the compiled kernels always do.
-    """
+    """Runs the compiled kernels, or their PyTorch twin, over the state pool."""
 
     accept_lens_pool = None
 
-    def __init__(self, req_to_token_pool: StatePool, *, batch_invariant: bool = False) -> None:
+    def __init__(self, req_to_token_pool: StatePool) -> None:
         self.req_to_token_pool = req_to_token_pool
-        self.batch_invariant = batch_invariant
         num_rows = req_to_token_pool.req_to_token.shape[0]
         self.verify_intermediate_state_indices = torch.arange(num_rows, dtype=torch.int32)
         self.forward_metadata: GDNForwardMetadata | None = None
@@ -215,7 +212,7 @@ class CpuGDNBackend(AttentionBackend):
         cuts = [boundary, num_rows] if dest >= 0 and 0 < boundary < num_rows else [num_rows]
         state, start, outputs = cache.temporal[slot].float(), 0, []
         for end in cuts:
-            state, out = self._scan(state, parts.rows(start, end))
+            state, out = _scan(state, parts.rows(start, end))
             outputs.append(out)
             start = end
             if dest >= 0 and end == boundary:
@@ -223,15 +220,12 @@ class CpuGDNBackend(AttentionBackend):
         _store(cache, slot, state, inputs, num_rows)
         return torch.cat(outputs)
 
-    def _scan(self, state: Tensor, parts: gdn_torch.GDNInputs) -> tuple[Tensor, Tensor]:
-        num_rows = parts.q.shape[0]
-        if num_rows > 1 and not self.batch_invariant:
-            return gdn_torch.chunked(state, parts)
-        outputs = []
-        for t in range(num_rows):
-            state, _, out = gdn_torch.step(state, parts, t)
-            outputs.append(out)
-        return state, torch.stack(outputs)
+
+def _scan(state: Tensor, parts: gdn_torch.GDNInputs) -> tuple[Tensor, Tensor]:
+    if parts.q.shape[0] > 1:
+        return gdn_torch.chunked(state, parts)
+    state, _, out = gdn_torch.step(state, parts, 0)
+    return state, out[None]
 
 
 def _track(fb: ForwardBatch, request: int) -> tuple[int, int]:
