@@ -15,6 +15,7 @@ from sglang.kernels.ops.gdn_cuda.module import HEAD_DIM, unavailable_reason
 from sglang.kernels.ops.gdn_cuda.verify import VerifyInputs, launch_units, module_for, run_verify
 
 _THREADS = 128
+MAX_CELLS = 64
 
 
 class DeferredCommit:
@@ -22,8 +23,8 @@ class DeferredCommit:
 
     states [L, S, HV, 128, 128]; u, k [L, R, C, HV, 128] and g [L, R, C, HV] fp32, contiguous, the ring of
     C cells; max_draft_tokens the largest width of a verify, C at least twice that. A row belongs to one
-    request for as long as anything is pending in it (stable rows). `ring` [R, 4] int32 holds
-    {start, len, track_at, track_dest}.
+    request for as long as anything is pending in it (stable rows). `ring` [R, 8] int32 holds
+    {start, len, track_at, track_dest, and a mask of the cells that ended a commit}.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class DeferredCommit:
         if (reason := unavailable_reason()) is not None:
             raise ValueError(f"deferred commit needs the CUDA C++ kernel: {reason}")
         capacity = g.shape[2]
+        if capacity > MAX_CELLS:
+            raise ValueError(f"a ring of {capacity} cells is longer than {MAX_CELLS}")
         if capacity < 2 * max_draft_tokens:
             raise ValueError(
                 f"a ring of {capacity} cells is too short for {max_draft_tokens} draft tokens: "
@@ -52,8 +55,8 @@ class DeferredCommit:
                 raise ValueError(f"{name} must be contiguous float32, got {tensor.dtype}")
         self.states, self.u, self.k, self.g = states, u, k, g
         self.max_draft_tokens = max_draft_tokens
-        self.ring = torch.zeros(g.shape[1], 4, dtype=torch.int32, device=states.device)
-        self.ring[:, 2:] = -1
+        self.ring = torch.zeros(g.shape[1], 8, dtype=torch.int32, device=states.device)
+        self.ring[:, 2:4] = -1
 
     def verify(
         self, layer: int, x: VerifyInputs, *, scale: float, tile=DEFAULT_TILE

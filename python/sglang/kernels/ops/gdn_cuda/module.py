@@ -92,7 +92,7 @@ class GdnCudaModule:
     def smem_bytes(self, num_tokens: int) -> int:
         """Dynamic shared memory of one CTA; the layout is `carve` in the source."""
         rows = self.tile.unit_rows
-        per_token = HEAD_DIM * (8 + 4) + rows * 2 + 8
+        per_token = (2 * HEAD_DIM + 4) * 4 + 2 * (2 * HEAD_DIM + rows) * 2
         return rows * HEAD_DIM * self.state_bytes + num_tokens * per_token
 
     def resident_ctas(self, num_tokens: int) -> int:
@@ -112,10 +112,11 @@ class GdnCudaModule:
         return self._resident[num_tokens]
 
     def grid_for(self, num_units: int, num_tokens: int) -> int:
-        """CTAs to launch: every CTA works through the same number of units, give or take one."""
+        """CTAs to launch: as many as fit at once, fewer if each shall work through several units."""
         places = max(1, self.num_sms * self.resident_ctas(num_tokens))
-        rounds = max(-(-num_units // places), min(self.tile.min_rounds, num_units))
-        return -(-num_units // rounds)
+        if num_units <= places // self.tile.min_rounds:
+            return num_units
+        return min(places, -(-num_units // self.tile.min_rounds))
 
     def launch(
         self, name: str, grid: int, threads: int, smem: int, arguments: list[ctypes._SimpleCData]

@@ -114,7 +114,7 @@ def run_verify(
     """Run every token; record steps; optionally advance the slots. Returns bf16 [N*T, HV, 128].
 
     snapshots [R, D, HV, 128, 128] in state dtype; tuples (u, k [R, D, HV, 128], g [R, D, HV]) fp32, contiguous.
-    ring int32 [R, 4] {start, len, track_at, track_dest} turns on the deferred commit: the pending cells of the
+    ring int32 [R, 8] (`DeferredCommit.ring`) turns on the deferred commit: the pending cells of the
     tuple ring are replayed first; `reserve` is the largest draft width a later verify may append.
     Raises: ValueError naming what is unsupported.
     """

@@ -57,7 +57,7 @@ def causal_conv1d_update(
     intermediate_conv_window [R, D, dim, W-1] (windows may overlap in memory for a chain) and
     intermediate_state_indices [>= N] scratch rows; retrieve_parent_token [N, T] for a tree.
     Written: with intermediate_conv_window, the window after every token and not conv_state; else conv_state.
-    Returns: like x. Raises: ValueError for cache_seqlens, num_accept_tokens, or a shape disagreement.
+    Returns: x's shape, tokens before channels in memory. Raises: ValueError for cache_seqlens, num_accept_tokens, or a shape disagreement.
     """
     _require_kernel(x)
     if cache_seqlens is not None or num_accept_tokens is not None:
@@ -80,7 +80,7 @@ def causal_conv1d_update(
         intermediate_state_indices = torch.arange(num_requests, dtype=torch.int32, device=x.device)
     if retrieve_parent_token is not None and not record:
         raise ValueError("a tree records windows; pass intermediate_conv_window")
-    out = torch.empty_like(x3)
+    out = x.new_empty(num_requests, num_tokens, dim).transpose(1, 2)
     if x.numel() == 0:
         return out.squeeze(-1) if flat else out
     windows = intermediate_conv_window if record else conv_state
@@ -141,7 +141,7 @@ def causal_conv1d_fn(
     """
     _require_kernel(x)
     dim, width = weight.shape
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape[1], dim).t()
     num_prompts = query_start_loc.numel() - 1
     if num_prompts == 0 or x.numel() == 0:
         return out

@@ -55,7 +55,7 @@ struct Params {
   float* u_ring;
   float* k_ring;
   float* g_ring;
-  const int4* ring;                             // [num_rows] {start, len, track_at, track_dest} or null
+  const int4* ring;                             // [num_rows][2] or null, see struct Ring
   i64 q_stride, k_stride, v_stride, a_stride, b_stride;
   i64 state_stride;                             // elements between slots
   float scale;
@@ -126,9 +126,21 @@ __device__ __forceinline__ Unit load_unit(const Params& p, int index) {
   return x;
 }
 
-// {start, len, track_at, track_dest} of the unit's row; nothing pending without a ring.
-__device__ __forceinline__ int4 load_ring(const Params& p, const Unit& x) {
-  return p.ring && x.row >= 0 ? p.ring[x.row] : make_int4(0, 0, -1, -1);
+// Of one row. head: {start, len, track_at, track_dest}; ends: bit j of the 64 in (x, y) is set if a commit
+// ended with pending cell j, where a bf16 state is rounded.
+struct Ring {
+  int4 head, ends;
+};
+
+__device__ __forceinline__ Ring load_ring(const Params& p, const Unit& x) {
+  Ring r;
+  r.head = make_int4(0, 0, -1, -1);
+  r.ends = make_int4(0, 0, 0, 0);
+  if (p.ring && x.row >= 0) {
+    r.head = p.ring[2 * x.row];
+    if (STATE_BF16) r.ends = p.ring[2 * x.row + 1];
+  }
+  return r;
 }
 
 __device__ __forceinline__ u32 load_raw_gates(const Params& p, const Unit& x, int t) {
@@ -275,7 +287,7 @@ __device__ __forceinline__ void apply_pending(float (&h)[RPL][COLS], const Pendi
 }
 
 // Cells 0..len-1, the first already in `d`; the boundary state leaves after cell ring.z.
-__device__ __forceinline__ void replay_pending(const Params& p, const Unit& x, const int4& ring,
+__device__ __forceinline__ void replay_pending(const Params& p, const Unit& x, const int4& ring, u64 ends,
                                                PendingCursor& cursor, Pending& d, int first_row, int vl, int kl,
                                                float (&h)[RPL][COLS]) {
   const bool tracks = ring.z >= 0 && ring.z < ring.y && ring.w >= 0 && ring.w < p.num_slots;
@@ -287,6 +299,12 @@ __device__ __forceinline__ void replay_pending(const Params& p, const Unit& x, c
       // One cell past the last is read too: it lies in the ring and is not used.
       cursor.load(next);
       apply_pending(h, d);
+      if (STATE_BF16 && (ends >> done & 1)) {
+#pragma unroll
+        for (int i = 0; i < RPL; ++i)
+#pragma unroll
+          for (int c = 0; c < COLS; ++c) h[i][c] = from_bf16(to_bf16(h[i][c]));
+      }
       d = next;
     }
     if (done == ring.z + 1 && tracks) store_rows(entry_of(p, ring.w, x, first_row), h, vl, kl);
@@ -295,48 +313,40 @@ __device__ __forceinline__ void replay_pending(const Params& p, const Unit& x, c
   }
 }
 
+// One prepared token: read with constant offsets from one pointer.
+struct Token {
+  float k[HEAD_DIM];                            // normalised
+  float q[HEAD_DIM];                            // normalised and scaled
+  float decay, beta, unused[2];
+};
+
 struct Shared {
   char* state;        // [NW][WARP_BYTES]
-  bf16_bits* raw_q;   // [T][128]
-  bf16_bits* raw_k;   // [T][128]
-  bf16_bits* raw_v;   // [T][UNIT_ROWS]
-  float* q;           // [T][128], normalised and scaled
-  float* k;           // [T][128], normalised
-  float* decay;       // [T]
-  float* beta;        // [T]
+  Token* tokens;      // [T]
+  bf16_bits* raw;     // [2][T * RAW_ROW]: q rows, then k rows, then v rows of the unit
 };
+
+constexpr int RAW_ROW = 2 * HEAD_DIM + UNIT_ROWS;
 
 __device__ __forceinline__ Shared carve(char* base, int T) {
   Shared s;
   s.state = base;
-  char* at = base + NW * WARP_BYTES;
-  s.q = (float*)at;
-  at += T * HEAD_DIM * 4;
-  s.k = (float*)at;                              // prepare_tokens relies on k following q, raw and prepared
-  at += T * HEAD_DIM * 4;
-  s.raw_q = (bf16_bits*)at;
-  at += T * HEAD_DIM * 2;
-  s.raw_k = (bf16_bits*)at;
-  at += T * HEAD_DIM * 2;
-  s.raw_v = (bf16_bits*)at;
-  at += T * UNIT_ROWS * 2;
-  s.decay = (float*)at;
-  at += T * 4;
-  s.beta = (float*)at;
+  s.tokens = (Token*)(base + NW * WARP_BYTES);
+  s.raw = (bf16_bits*)(s.tokens + T);
   return s;
 }
 
-__device__ __forceinline__ void fetch_tokens(const Params& p, const Unit& x, const Shared& s, u64* bar,
+__device__ __forceinline__ void fetch_tokens(const Params& p, const Unit& x, bf16_bits* raw, u64* bar,
                                              int lane) {
   int T = p.num_tokens;
-  if (lane == 0) mbar_expect(bar, T * (2 * HEAD_DIM + UNIT_ROWS) * 2);
+  if (lane == 0) mbar_expect(bar, T * RAW_ROW * 2);
   __syncwarp();
   if (lane < T) {
     i64 token = (i64)x.req * T + lane;
     int key_head = x.head / (p.num_v_heads / p.num_k_heads);
-    bulk_load(s.raw_q + lane * HEAD_DIM, p.q + token * p.q_stride + key_head * HEAD_DIM, HEAD_DIM * 2, bar);
-    bulk_load(s.raw_k + lane * HEAD_DIM, p.k + token * p.k_stride + key_head * HEAD_DIM, HEAD_DIM * 2, bar);
-    bulk_load(s.raw_v + lane * UNIT_ROWS,
+    bulk_load(raw + lane * HEAD_DIM, p.q + token * p.q_stride + key_head * HEAD_DIM, HEAD_DIM * 2, bar);
+    bulk_load(raw + (T + lane) * HEAD_DIM, p.k + token * p.k_stride + key_head * HEAD_DIM, HEAD_DIM * 2, bar);
+    bulk_load(raw + 2 * T * HEAD_DIM + lane * UNIT_ROWS,
               p.v + token * p.v_stride + x.head * HEAD_DIM + x.tile * UNIT_ROWS, UNIT_ROWS * 2, bar);
   }
 }
@@ -367,15 +377,15 @@ __device__ __forceinline__ void prepare_gates(const Params& p, const Unit& x, co
   float z = from_bf16((bf16_bits)raw) + bias;
   float soft = z <= 20.0f ? log1pf(expf(z)) : z;
   float g = -expf(p.a_log[x.head]) * soft;
-  s.decay[t] = decay_factor(g);
-  s.beta[t] = 1.0f / (1.0f + expf(-from_bf16((bf16_bits)(raw >> 16))));
+  s.tokens[t].decay = decay_factor(g);
+  s.tokens[t].beta = 1.0f / (1.0f + expf(-from_bf16((bf16_bits)(raw >> 16))));
   int step = record_step(p, x, base, t);
   if (p.write_tuples && x.tile == 0 && step >= 0) p.g_ring[ring_cell(p, x, step)] = g;
 }
 
 // Norms of the q and k rows, four rows of a warp at a time; tile 0 also records k.
-__device__ __forceinline__ void prepare_tokens(const Params& p, const Unit& x, const Shared& s, int base,
-                                               int warp, int lane) {
+__device__ __forceinline__ void prepare_tokens(const Params& p, const Unit& x, const Shared& s,
+                                               const bf16_bits* raw, int base, int warp, int lane) {
   const int T = p.num_tokens;
   const bool record = p.write_tuples && x.tile == 0;
   for (int r0 = warp; r0 < 2 * T; r0 += 4 * NW) {
@@ -384,7 +394,7 @@ __device__ __forceinline__ void prepare_tokens(const Params& p, const Unit& x, c
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       int r = min(r0 + n * NW, 2 * T - 1);
-      ushort4 w = *(const ushort4*)(s.raw_q + r * HEAD_DIM + lane * 4);  // raw_k follows raw_q
+      ushort4 w = *(const ushort4*)(raw + r * HEAD_DIM + lane * 4);
       f[n] = make_float4(from_bf16(w.x), from_bf16(w.y), from_bf16(w.z), from_bf16(w.w));
       sum[n] = f[n].x * f[n].x + f[n].y * f[n].y + f[n].z * f[n].z + f[n].w * f[n].w;
     }
@@ -399,7 +409,8 @@ __device__ __forceinline__ void prepare_tokens(const Params& p, const Unit& x, c
         float norm = 1.0f / sqrtf(sum[n] + 1e-6f);
         if (r < T) norm *= p.scale;
         float4 y = make_float4(f[n].x * norm, f[n].y * norm, f[n].z * norm, f[n].w * norm);
-        *(float4*)(s.q + r * HEAD_DIM + lane * 4) = y;                   // k follows q
+        Token& token = s.tokens[r < T ? r : r - T];
+        *(float4*)((r < T ? token.q : token.k) + lane * 4) = y;
         int step = record && r >= T ? record_step(p, x, base, r - T) : -1;
         if (step >= 0) *(float4*)(p.k_ring + ring_cell(p, x, step) * HEAD_DIM + lane * 4) = y;
       }
@@ -408,21 +419,30 @@ __device__ __forceinline__ void prepare_tokens(const Params& p, const Unit& x, c
 }
 
 // The output of a step is reduced while the next step runs: its shuffles leave the critical path.
-__device__ __forceinline__ void run_steps(const Params& p, const Unit& x, const Shared& s, int base,
-                                          int warp, int vl, int kl, float (&h)[RPL][COLS]) {
-  const int row_in_unit = warp * WARP_ROWS + vl * RPL + own_row(kl);
-  const int row = x.tile * UNIT_ROWS + row_in_unit;
-  const bool writer = RPL == 4 ? (kl & 1) == 0 : (kl & 3) == 0;
+__device__ __forceinline__ void run_steps(const Params& p, const Unit& x, const Shared& s,
+                                          const bf16_bits* raw_v, int base, int warp, int vl, int kl,
+                                          float (&h)[RPL][COLS]) {
   const int T = p.num_tokens;
-  bf16_bits* out = p.out + ((i64)x.req * T * p.num_v_heads + x.head) * HEAD_DIM + row;
-  const int out_stride = p.num_v_heads * HEAD_DIM;
+  const int row_in_unit = warp * WARP_ROWS + vl * RPL + own_row(kl);
+  const bool writer = RPL == 4 ? (kl & 1) == 0 : (kl & 3) == 0;
+  const int row_stride = p.num_v_heads * HEAD_DIM;
+  const Token* token = s.tokens;
+  const bf16_bits* v = raw_v + row_in_unit;
+  bf16_bits* out = p.out + ((i64)x.req * T * p.num_v_heads + x.head) * HEAD_DIM + x.tile * UNIT_ROWS + row_in_unit;
+  int step = base;
+  const bool record = x.row >= 0;
+  const bool record_u = p.write_tuples && record && writer;
+  const i64 cell0 = ring_cell(p, x, 0);
+  float* u_row = p.u_ring + cell0 * HEAD_DIM + x.tile * UNIT_ROWS + row_in_unit;
   float o[RPL];
 #pragma unroll
   for (int i = 0; i < RPL; ++i) o[i] = 0.0f;
+#pragma unroll 1
   for (int t = 0; t < T; ++t) {
     float kc[COLS], seen[RPL], u[RPL];
-    read_cols(s.k + t * HEAD_DIM, kc, kl);
-    const float decay = s.decay[t];
+    read_cols(token->k, kc, kl);
+    const float decay = token->decay;
+    const float vt = from_bf16(*v);
 #pragma unroll
     for (int i = 0; i < RPL; ++i) seen[i] = 0.0f;
 #pragma unroll
@@ -434,14 +454,16 @@ __device__ __forceinline__ void run_steps(const Params& p, const Unit& x, const 
       }
     float own_seen = reduce_rows(seen, kl);
     float own_o = reduce_rows(o, kl);
-    if (t > 0 && writer) out[(t - 1) * out_stride] = to_bf16(own_o);
-    float own_u =
-        __fmul_rn(__fsub_rn(from_bf16(s.raw_v[t * UNIT_ROWS + row_in_unit]), own_seen), s.beta[t]);
+    float own_u = __fmul_rn(__fsub_rn(vt, own_seen), token->beta);
 #pragma unroll
     for (int i = 0; i < RPL; ++i)
       u[i] = __shfl_sync(0xffffffffu, own_u, vl * LANES_K + i * (LANES_K / RPL));
+    if (t > 0 && writer) {
+      *out = to_bf16(own_o);
+      out += row_stride;
+    }
     float qc[COLS];
-    read_cols(s.q + t * HEAD_DIM, qc, kl);
+    read_cols(token->q, qc, kl);
 #pragma unroll
     for (int i = 0; i < RPL; ++i) o[i] = 0.0f;
 #pragma unroll
@@ -451,18 +473,21 @@ __device__ __forceinline__ void run_steps(const Params& p, const Unit& x, const 
         h[i][c] = __fmaf_rn(kc[c], u[i], h[i][c]);
         o[i] = __fmaf_rn(h[i][c], qc[c], o[i]);
       }
-    const int step = record_step(p, x, base, t);
-    if (step >= 0) {
-      i64 cell = ring_cell(p, x, step);
-      if (p.write_tuples && writer) p.u_ring[cell * HEAD_DIM + row] = own_u;
-      if (p.write_snapshots) {
+    if (step < p.pitch) {
+      if (record_u) u_row[step * row_stride] = own_u;
+      if (p.write_snapshots && record) {
+        i64 cell = cell0 + (i64)step * p.num_v_heads;
         i64 element = (cell * HEAD_DIM + x.tile * UNIT_ROWS + warp * WARP_ROWS) * HEAD_DIM;
         store_rows(p.snapshots + element * STATE_BYTES, h, vl, kl);
       }
     }
+    ++step;
+    if (p.ring && step == p.pitch) step = 0;
+    ++token;
+    v += UNIT_ROWS;
   }
   float own_o = reduce_rows(o, kl);
-  if (T > 0 && writer) out[(T - 1) * out_stride] = to_bf16(own_o);
+  if (T > 0 && writer) *out = to_bf16(own_o);
 }
 
 extern "C" __global__ void __launch_bounds__(NW * 32, MIN_CTAS)
@@ -484,21 +509,24 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MIN_CTAS)
   if (index >= p.num_units) return;
   Unit x = load_unit(p, index);
   if (lane == 0) fetch_state(p, x, s, &state_bar[warp], warp);
-  if (warp == 0 && has_tokens) fetch_tokens(p, x, s, &token_bar, lane);
+  if (warp == 0 && has_tokens) fetch_tokens(p, x, s.raw, &token_bar, lane);
   u32 raw_gates = warp == NW - 1 ? load_raw_gates(p, x, lane) : 0;
   u32 token_phase = 0, state_phase = 0;
   float h[RPL][COLS];
 
   while (true) {
     const int first_row = x.tile * UNIT_ROWS + warp * WARP_ROWS;
-    const int4 ring = load_ring(p, x);
+    const Ring row_ring = load_ring(p, x);
+    const int4 ring = row_ring.head;
+    const u64 ends = (u64)(u32)row_ring.ends.y << 32 | (u32)row_ring.ends.x;
     int base = ring.x + ring.y;
     if (p.ring && base >= p.pitch) base -= p.pitch;
+    const bf16_bits* raw = s.raw + token_phase * p.num_tokens * RAW_ROW;
     if (has_tokens) {
       if (warp == NW - 1 && lane < p.num_tokens) prepare_gates(p, x, s, base, lane, raw_gates);
       mbar_wait(&token_bar, token_phase);
       token_phase ^= 1;
-      prepare_tokens(p, x, s, base, warp, lane);
+      prepare_tokens(p, x, s, raw, base, warp, lane);
       __syncthreads();
     }
     const bool has_pending = ring.y > 0 && x.slot >= 0;
@@ -522,18 +550,20 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MIN_CTAS)
     if (more) {
       next = load_unit(p, index);
       if (lane == 0) fetch_state(p, next, s, &state_bar[warp], warp);
+      // The other raw half is free: every warp has passed the barrier after the unit that read it.
+      if (warp == 0 && has_tokens)
+        fetch_tokens(p, next, s.raw + token_phase * p.num_tokens * RAW_ROW, &token_bar, lane);
       if (warp == NW - 1) raw_gates = load_raw_gates(p, next, lane);
     }
     if (has_pending) {
-      replay_pending(p, x, ring, cursor, pending, first_row, vl, kl, h);
+      replay_pending(p, x, ring, ends, cursor, pending, first_row, vl, kl, h);
       if (p.force_flush || ring.y + 2 * p.reserve > p.pitch)
         store_rows(entry_of(p, x.slot, x, first_row), h, vl, kl);
     }
-    run_steps(p, x, s, base, warp, vl, kl, h);
+    run_steps(p, x, s, raw + 2 * p.num_tokens * HEAD_DIM, base, warp, vl, kl, h);
     if (p.write_state && x.slot >= 0) store_rows(entry_of(p, x.slot, x, first_row), h, vl, kl);
     if (!more) break;
     __syncthreads();
-    if (warp == 0 && has_tokens) fetch_tokens(p, next, s, &token_bar, lane);
     x = next;
   }
 }
@@ -553,11 +583,14 @@ extern "C" __global__ void gdn_deferred_commit(int4* ring, const int* rows, cons
     return wide_mask >> bit & 1 ? ((const i64*)base)[n] : (i64)((const int*)base)[n];
   };
   i64 step = at(steps, 1, i);
-  int4 x = ring[row];
+  int4 x = ring[2 * row];
+  int4 y = ring[2 * row + 1];
+  u64 ends = (u64)(u32)y.y << 32 | (u32)y.x;
   int accepted = step >= 0 && step < num_tokens ? (int)step + 1 : 0;
   if (x.y > 0 && x.y + 2 * reserve > pitch) {
     x.x = (x.x + x.y) % pitch;
     x.y = 0;
+    ends = 0;
   }
   x.z = -1;
   x.w = -1;
@@ -571,7 +604,9 @@ extern "C" __global__ void gdn_deferred_commit(int4* ring, const int* rows, cons
     }
   }
   x.y += accepted;
-  ring[row] = x;
+  if (accepted > 0) ends |= 1ull << (x.y - 1);
+  ring[2 * row] = x;
+  ring[2 * row + 1] = make_int4((int)(u32)ends, (int)(u32)(ends >> 32), 0, 0);
 }
 
 // Forget what is pending in the named rows, after it was written back.
@@ -580,6 +615,7 @@ extern "C" __global__ void gdn_deferred_clear(int4* ring, const int* rows, int n
   if (i >= n) return;
   int row = rows[i];
   if (row < 0 || row >= num_rows) return;
-  int4 x = ring[row];
-  ring[row] = make_int4((x.x + x.y) % pitch, 0, -1, -1);
+  int4 x = ring[2 * row];
+  ring[2 * row] = make_int4((x.x + x.y) % pitch, 0, -1, -1);
+  ring[2 * row + 1] = make_int4(0, 0, 0, 0);
 }
