@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -81,19 +82,27 @@ def write_front_end_model(folder: Path) -> Path:
 
 
 class FakeServer:
-    """`sglang.launch_server` in a process of its own, over the fake scheduler."""
+    """`sglang.launch_server` in a process of its own, over the fake scheduler or, with another
+    `module`, the real one."""
 
-    def __init__(self, model: Path, *flags: str, options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: Path | str,
+        *flags: str,
+        options: dict[str, Any] | None = None,
+        module: str = "sglang.test.fake_server",
+    ) -> None:
         self.port = find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         environment = {**os.environ, "SGLANG_FAKE_SCHEDULER": json.dumps(options or {})}
+        self._log = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "sglang.test.fake_server"),
+                *(sys.executable, "-m", module),
                 *("--model-path", str(model), "--port", str(self.port), *flags),
             ],
             env=environment,
-            stderr=subprocess.PIPE,
+            stderr=self._log,
         )
 
     def __enter__(self) -> FakeServer:
@@ -139,9 +148,9 @@ class FakeServer:
         return [int(pid) for pid in found.stdout.split()]
 
     def log(self) -> str:
-        """Everything on standard error, once the process has ended."""
-        assert self.process.stderr is not None
-        return self.process.stderr.read().decode()
+        """Everything on standard error so far."""
+        self._log.seek(0)
+        return self._log.read().decode()
 
     def stop(self, timeout_s: float = 10.0) -> int:
         """SIGTERM, then the exit code."""

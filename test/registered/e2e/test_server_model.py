@@ -1,0 +1,189 @@
+"""The whole server on the bundled model: HTTP, scheduler, speculation, memory together."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+import socket
+import time
+
+import httpx
+import openai
+import pytest
+
+import sglang
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.front_end_case import FakeServer, is_alive
+
+register_cpu_ci(est_time=60, suite="e2e")
+
+LOSSLESS = ("--speculative-algorithm", "NEXTN", "--enable-linear-lossless-verify")
+PROMPTS = [
+    "The captain looked at the sea and",
+    "Call me",
+    "In Python, a list is",
+    "It is a truth universally acknowledged",
+    "Grüße, 世界",
+    "\n\n",
+]
+GREEDY = {"max_tokens": 40, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server():
+    flags = ("--served-model-name", "demo", "--max-total-tokens", "8192", *LOSSLESS)
+    with FakeServer("demo", *flags, module="sglang.launch_server") as running:
+        yield running.wait_ready(60)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def plain_texts():
+    """Greedy texts of the offline engine without speculation, one request at a time."""
+    params = {"max_new_tokens": 40, "temperature": 0}
+    with sglang.Engine("demo", disable_radix_cache=True) as engine:
+        return [engine.generate(prompt, params)["text"] for prompt in PROMPTS]
+
+
+def num_running(server):
+    load = server.get("/v1/loads")["loads"][0]
+    return (
+        server.get("/server_info")["internal_states"][0]["num_running_reqs"]
+        + load["num_waiting_reqs"]
+    )
+
+
+def wait_idle(server, timeout_s=5.0):
+    end = time.monotonic() + timeout_s
+    while num_running(server) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert num_running(server) == 0
+
+
+def test_served_equals_offline(client, plain_texts):
+    """Catches text that HTTP, batching, the prefix cache or lossless speculation changes."""
+
+    def ask(prompt):
+        return client.completions.create(model="demo", prompt=prompt, **GREEDY).choices[0].text
+
+    for _ in range(2):  # cold, then from the prefix cache
+        with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
+            assert list(pool.map(ask, PROMPTS)) == plain_texts
+
+
+@pytest.mark.parametrize("stop", [None, [" the"], ["\n", "e "]], ids=str)
+def test_stream_equals_whole(client, stop):
+    """Catches deltas or usage that differ from the whole answer (F57, F63, F80, F99)."""
+    for prompt in PROMPTS:
+        body = {"model": "demo", "prompt": prompt, "stop": stop, **GREEDY}
+        whole = client.completions.create(**body)
+        chunks = list(
+            client.completions.create(**body, stream=True, stream_options={"include_usage": True})
+        )
+        text = "".join(chunk.choices[0].text for chunk in chunks[:-1])
+        assert text == whole.choices[0].text
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+        assert not any(word in text for word in stop or ())
+
+
+def test_length_is_exact(server):
+    """Catches an accepted block that runs past the limit (F59)."""
+    for count in range(1, 11):
+        body = {"prompt": PROMPTS[0], "max_tokens": count, "ignore_eos": True}
+        reply = httpx.post(server.url + "/v1/completions", json=body | {"return_token_ids": True})
+        choice = reply.json()["choices"][0]
+        assert len(choice["token_ids"]) == count and choice["finish_reason"] == "length"
+
+
+def test_second_turn_comes_from_the_cache(client):
+    """Catches a prefix that is never found again, or a wrong answer from it."""
+    text = "It was the best of times, it was the worst of times. " * 12
+    first = client.completions.create(model="demo", prompt=text, **GREEDY)
+    longer = text + first.choices[0].text
+    warm = client.completions.create(model="demo", prompt=longer, **GREEDY)
+    assert warm.usage.prompt_tokens_details.cached_tokens > 0
+    httpx.post(str(client.base_url).replace("/v1/", "/flush_cache"))
+    cold = client.completions.create(model="demo", prompt=longer, **GREEDY)
+    assert cold.usage.prompt_tokens_details.cached_tokens == 0
+    assert cold.choices[0].text == warm.choices[0].text
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_clients_that_leave_free_everything(server, stream):
+    """Catches rows, pages or slots that a gone client keeps, with speculation on (F87)."""
+    body = {"prompt": PROMPTS[0], "max_tokens": 3000, "ignore_eos": True, "n": 2, "stream": stream}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head.encode() + data)
+            end = time.monotonic() + 5
+            while num_running(server) < 2 and time.monotonic() < end:
+                time.sleep(0.02)
+            assert num_running(server) == 2
+        wait_idle(server)
+    assert httpx.post(server.url + "/flush_cache").status_code == 200
+    info = server.get("/server_info")["internal_states"][0]
+    assert info["num_running_reqs"] == 0
+
+
+def test_sampling_with_a_seed_repeats(client):
+    """Catches a random stream that requests share (seed), and its control: no seed differs."""
+    body = {"model": "demo", "prompt": "Once", "max_tokens": 24, "temperature": 1.0}
+    texts = {client.completions.create(**body, seed=5).choices[0].text for _ in range(3)}
+    assert len(texts) == 1
+    texts = {client.completions.create(**body).choices[0].text for _ in range(3)}
+    assert len(texts) > 1
+
+
+def test_logprobs_describe_the_tokens(client):
+    """Catches log probabilities of other positions: greedy takes the top one."""
+    reply = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=12,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    for entry in reply.choices[0].logprobs.content:
+        assert entry.token == entry.top_logprobs[0].token
+        assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob)
+
+
+def test_unsupported_constraint_is_refused_by_name_or_served(server):
+    """Catches response_format that is silently ignored."""
+    body = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 60,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}},
+    }
+    reply = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
+    if reply.status_code == 200:
+        assert json.loads(reply.json()["choices"][0]["message"]["content"]) in (True, False)
+    else:
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, "response_format")
+
+
+def test_hard_kill_leaves_no_scheduler():
+    """Catches a scheduler that outlives its server (F95)."""
+    with FakeServer("demo", module="sglang.launch_server") as server:
+        server.wait_ready(60)
+        (child,) = server.children()
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+        end = time.monotonic() + 5
+        while is_alive(child) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not is_alive(child)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
