@@ -74,6 +74,10 @@ class SafetensorsFile:
         self._entries = header
         self._data_start = 8 + header_bytes
         self.names = sorted(header, key=lambda name: header[name]["data_offsets"][0])
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        have = os.fstat(self._handle.fileno()).st_size - self._data_start
+        if have < end:
+            raise ValueError(f"{path} lacks {end - have} bytes; the download is incomplete")
 
     def __enter__(self) -> SafetensorsFile:
         return self
@@ -106,6 +110,6 @@ class SafetensorsFile:
             part = view[done : done + _READ_BYTES]
             got = os.preadv(self._handle.fileno(), [part], self._data_start + begin + done)
             if got == 0:
-                raise ValueError(f"{self.path} ends inside {name}; the download is incomplete")
+                raise ValueError(f"{self.path} was cut short while {name} was read")
             done += got
         return raw.view(dtype).view(shape)
