@@ -27,6 +27,7 @@ from sglang.srt.arg_groups.fields.serving import ServingFields
 from sglang.srt.arg_groups.fields.speculative import SpeculativeFields
 from sglang.srt.arg_groups.flag import Flag, flags_of, spell
 from sglang.srt.arg_groups.not_in_this_build import is_offered, offered_choices
+from sglang.srt.speculative.adaptive import AdaptiveConfig
 
 GROUPS: tuple[tuple[str, type], ...] = (
     ("Model", ModelFields),
@@ -131,9 +132,15 @@ class ServerArgs(
     def max_speculative_num_draft_tokens(self) -> int | None:
         """Largest number of verify rows per request that any step can have; pools are built for it.
 
-        None without speculation.
+        With `speculative_adaptive` it is the width of the largest candidate. None without
+        speculation.
         """
-        return self.speculative_num_draft_tokens if self.is_speculative else None
+        if not self.is_speculative:
+            return None
+        rows = self.speculative_num_draft_tokens
+        if rows is None or not self.speculative_adaptive:
+            return rows
+        return max(rows, 1 + AdaptiveConfig.load(self.speculative_adaptive_config).union[-1])
 
 
 @lru_cache(maxsize=1)

@@ -166,15 +166,6 @@ def test_what_is_not_in_this_build_is_refused_by_name(model):
     ("values", "message"),
     [
         (
-            {
-                "speculative_algorithm": "EAGLE",
-                "speculative_num_steps": 2,
-                "speculative_eagle_topk": 2,
-                "speculative_num_draft_tokens": 4,
-            },
-            "--speculative-eagle-topk above 1",
-        ),
-        (
             {"speculative_algorithm": "NEXTN", "speculative_draft_model_path": "d"},
             "--speculative-draft-model-path: NEXTN",
         ),
@@ -242,6 +233,31 @@ class TestSpeculativeNumbers:
     def test_resolved_width_is_what_pools_are_built_for(self):
         args = handle_speculative_decoding(spec(num_steps=5))
         assert args.max_speculative_num_draft_tokens() == 6
+
+    def test_adaptive_steps(self, tmp_path):
+        args = handle_speculative_decoding(spec(adaptive=True))
+        assert numbers(args) == (3, 1, 4)
+        assert args.max_speculative_num_draft_tokens() == 8
+        table = tmp_path / "table.json"
+        table.write_text('{"candidate_steps": [2, 4, 9]}')
+        args = handle_speculative_decoding(spec(adaptive=True, adaptive_config=str(table)))
+        assert numbers(args) == (4, 1, 5)
+        assert args.max_speculative_num_draft_tokens() == 10
+
+    def test_adaptive_refuses_steps_that_it_cannot_choose(self):
+        with pytest.raises(ValueError, match="--speculative-num-steps 6 is not among"):
+            handle_speculative_decoding(spec(adaptive=True, num_steps=6))
+        with pytest.raises(ValueError, match="-config needs --speculative-adaptive"):
+            handle_speculative_decoding(spec(adaptive_config="x"))
+        with pytest.raises(ValueError, match="--speculative-adaptive needs --speculative-algo"):
+            handle_speculative_decoding(cpu_args(speculative_adaptive=True))
+
+    def test_adaptive_falls_back_to_fixed_steps_with_a_warning(self, caplog):
+        tree = {"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6}
+        with caplog.at_level(logging.WARNING):
+            args = handle_speculative_decoding(spec("EAGLE", adaptive=True, **tree))
+        assert not args.speculative_adaptive and args.max_speculative_num_draft_tokens() == 6
+        assert "the number of steps is fixed" in caplog.text
 
     def test_ngram(self):
         args = handle_speculative_decoding(spec("NGRAM"))

@@ -65,10 +65,6 @@ NOT_IN_THIS_BUILD: dict[str, Missing] = {
     "speculative_draft_model_quantization": Missing(
         "a draft's config.json says how its weights are stored; leave it out"
     ),
-    "speculative_adaptive": Missing("the number of steps is fixed in this build; leave it out"),
-    "speculative_adaptive_config": Missing(
-        "the number of steps is fixed in this build; leave it out"
-    ),
     "enable_hierarchical_cache": Missing(_NO_HOST_TIER),
     "hicache_ratio": Missing(_NO_HOST_TIER),
     "hicache_size": Missing(_NO_HOST_TIER),
@@ -94,9 +90,6 @@ NOT_IN_THIS_BUILD: dict[str, Missing] = {
     "grammar_backend": Missing(
         "requests for structured output are refused in this build; leave it out"
     ),
-    "watchdog_timeout": Missing(
-        "a scheduler that is silent for 20 seconds counts as stuck; leave it out"
-    ),
     "base_gpu_id": Missing("the first visible GPU is used; choose it with CUDA_VISIBLE_DEVICES"),
     "attention_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
     "linear_attn_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
@@ -108,11 +101,6 @@ NOT_IN_THIS_BUILD: dict[str, Missing] = {
 
 
 NOT_TOGETHER_IN_THIS_BUILD: tuple[MissingTogether, ...] = (
-    MissingTogether(
-        lambda a: a.speculative_algorithm in MTP_ALGORITHMS and (a.speculative_eagle_topk or 1) > 1,
-        "--speculative-eagle-topk above 1: this build drafts chains from the model's own layer, not "
-        "trees; use --speculative-eagle-topk 1",
-    ),
     MissingTogether(
         lambda a: (
             a.speculative_algorithm in MTP_ALGORITHMS and a.speculative_draft_model_path is not None

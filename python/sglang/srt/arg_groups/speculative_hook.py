@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.arg_groups.flag import spell
 from sglang.srt.configs.draft_config import DraftConfig
 from sglang.srt.configs.model_config import find_config_file, read_json
+from sglang.srt.speculative.adaptive import AdaptiveConfig
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -51,6 +52,7 @@ def handle_speculative_decoding(args: ServerArgs) -> ServerArgs:
     if args.speculative_algorithm is None:
         _refuse_numbers_without_algorithm(args)
         return args
+    args = _handle_adaptive(args)
     if args.speculative_algorithm in EAGLE_FAMILY:
         args = _handle_eagle(args)
     elif args.speculative_algorithm in BLOCK_ALGORITHMS:
@@ -76,13 +78,43 @@ def _refuse_numbers_without_algorithm(args: ServerArgs) -> None:
         "speculative_draft_model_path",
         "speculative_dflash_block_size",
         "speculative_dspark_block_size",
+        "speculative_adaptive_config",
     )
+    if args.speculative_adaptive:
+        raise ValueError("--speculative-adaptive needs --speculative-algorithm; give one")
     for name in names:
         value = args.__dict__[name]
         if value is not None:
             raise ValueError(
                 f"{spell(name)} {value} needs --speculative-algorithm; give one or leave it out"
             )
+
+
+def _handle_adaptive(args: ServerArgs) -> ServerArgs:
+    """Choose the steps to start with; an unsupported combination falls back to fixed steps."""
+    if not args.speculative_adaptive:
+        if args.speculative_adaptive_config is not None:
+            raise ValueError("--speculative-adaptive-config needs --speculative-adaptive")
+        return args
+    topk = effective_topk(args)
+    if args.speculative_algorithm not in ("EAGLE", "EAGLE3", "NEXTN") or topk != 1:
+        logger.warning(
+            "--speculative-adaptive works with chains of EAGLE, EAGLE3 or NEXTN, not with %s and "
+            "--speculative-eagle-topk %s; the number of steps is fixed",
+            args.speculative_algorithm,
+            topk,
+        )
+        return replace(args, speculative_adaptive=False, speculative_adaptive_config=None)
+    candidates = AdaptiveConfig.load(args.speculative_adaptive_config).union
+    steps = args.speculative_num_steps
+    if steps is None:
+        steps = max(1, candidates[len(candidates) // 2])
+    elif steps not in candidates:
+        raise ValueError(
+            f"--speculative-num-steps {steps} is not among the candidate steps {list(candidates)} "
+            "of --speculative-adaptive; use one of them"
+        )
+    return replace(args, speculative_num_steps=steps)
 
 
 def _handle_eagle(args: ServerArgs) -> ServerArgs:
