@@ -289,7 +289,7 @@ def test_stuck_scheduler_is_ended(model, monkeypatch):
         assert front.unhealthy_reason() is None
         params = front.manager.sampling_params({"max_new_tokens": 1})
         stuck = GenerateReqInput("r", params, text="a", priority=-10)
-        group = front.manager.start("r", [stuck])
+        group = await front.manager.start("r", [stuck])
         await asyncio.sleep(1.0)
         assert "silent" in front.unhealthy_reason()
         with pytest.raises(RequestError, match="--watchdog-timeout 3 s"):
@@ -349,8 +349,8 @@ def test_sigterm_drains(model):
 
 def test_drain_has_a_limit_and_a_second_signal_ends_at_once(model):
     """Catches a server that one slow request keeps alive."""
-    slow = {"step_s": 1.0}
-    with FakeServer(model, "--drain-timeout", "0.5", options=slow) as server:
+    slow = {"step_s": 0.5}
+    with FakeServer(model, "--drain-timeout", "0.3", options=slow) as server:
         server.wait_ready()
         running = in_thread(
             lambda: httpx.post(server.url + "/v1/completions", json=LONG, timeout=20)

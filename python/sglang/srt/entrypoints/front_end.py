@@ -156,7 +156,7 @@ class FrontEnd:
         rid = f"health-{new_rid()}"
         params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
         probe = GenerateReqInput(rid=rid, sampling_params=params, input_ids=[0])
-        with self.manager.start(rid, [probe]) as group:
+        with await self.manager.start(rid, [probe]) as group:
             await group.finish()
 
     async def warm_up(self) -> None:

@@ -132,14 +132,14 @@ class NativeServing:
 
     async def answer(self, job: GenerateJob) -> dict[str, Any] | list[dict[str, Any]]:
         """The reply once all sequences have ended."""
-        with self._manager.start(job.rid, job.inputs) as group:
+        with await self._manager.start(job.rid, job.inputs) as group:
             states = await group.finish()
         replies = [self.reply(job, state) for state in states]
         return replies if job.is_list else replies[0]
 
     async def updates(self, job: GenerateJob) -> AsyncGenerator[dict[str, Any], None]:
         """Replies with the text so far; those of a list carry their `index`."""
-        with self._manager.start(job.rid, job.inputs) as group:
+        with await self._manager.start(job.rid, job.inputs) as group:
             while news := await group.next_news():
                 for state in news:
                     reply = self.reply(job, state)

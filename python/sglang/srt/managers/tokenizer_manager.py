@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import msgspec
 
 from sglang.srt.managers import io_struct
-from sglang.srt.managers.detokenizer_manager import DetokenizerState
 from sglang.srt.managers.errors import RequestError, unavailable
 from sglang.srt.managers.front_end_config import FrontEndConfig
 from sglang.srt.managers.io_struct import (
@@ -26,6 +25,7 @@ from sglang.srt.managers.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.metrics import ServerMetrics
+from sglang.srt.managers.request_preparer import RequestPreparer
 from sglang.srt.managers.request_state import GenerateReqInput, ReqState, RequestGroup
 from sglang.srt.managers.tokenizer import NoTokenizer, Tokenizer
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -66,6 +66,7 @@ class TokenizerManager:
         self.stats = SchedulerStats()
         self.last_seen = time.monotonic()
         self.refusal: RequestError | None = unavailable("the model is still loading")
+        self._preparer = RequestPreparer(config, tokenizer)
         self._link = link
         self._running: dict[str, tuple[ReqState, RequestGroup]] = {}
         self._calls: dict[str, asyncio.Future[Any]] = {}
@@ -94,21 +95,21 @@ class TokenizerManager:
         """Whether a sequence with this id has not ended."""
         return rid in self._running
 
-    def start(self, rid: str, inputs: list[GenerateReqInput]) -> RequestGroup:
+    async def start(self, rid: str, inputs: list[GenerateReqInput]) -> RequestGroup:
         """Check all, then send all: a fault in one means that none has started.
 
         Raises: RequestError.
         """
+        if self.refusal is None:
+            await self._preparer.encode_long_texts(inputs)
         if self.refusal is not None:
             raise self.refusal
         self._check_queue(len(inputs))
-        prepared = [self._prepare(obj, index) for index, obj in enumerate(inputs)]
+        self._check_rids([obj.rid for obj in inputs])
+        prepared = [self._preparer.prepare(obj, at) for at, obj in enumerate(inputs)]
         group = RequestGroup(rid, [state for state, _ in prepared], abandon=self._abandon)
         for state, _ in prepared:
             self._running[state.rid] = (state, group)
-        if len({state.rid for state in group.states}) != len(prepared):
-            self._abandon(group)
-            raise RequestError("the rids of one request must differ", param="rid")
         for _, message in prepared:
             self._link.send(message)
         return group
@@ -141,7 +142,12 @@ class TokenizerManager:
             if not call.done():
                 call.set_exception(error)
 
-    # --- preparation ----------------------------------------------------------------------
+    def _check_rids(self, rids: list[str]) -> None:
+        if len(set(rids)) != len(rids):
+            raise RequestError("the rids of one request must differ", param="rid")
+        taken = next((rid for rid in rids if rid in self._running), None)
+        if taken is not None:
+            raise RequestError(f"rid {taken!r} is already running", param="rid")
 
     def _check_queue(self, num_new: int) -> None:
         limit = self.config.max_queued_requests
@@ -155,125 +161,6 @@ class TokenizerManager:
                 code="queue_full",
                 retry_after_s=1,
             )
-
-    def _prepare(
-        self, obj: GenerateReqInput, index: int
-    ) -> tuple[ReqState, TokenizedGenerateReqInput]:
-        if obj.rid in self._running:
-            raise RequestError(f"rid {obj.rid!r} is already running", param="rid")
-        params = msgspec.structs.replace(obj.sampling_params, n=1)
-        params.normalize()
-        try:
-            params.verify(self.config.vocab_size)
-        except ValueError as error:
-            raise _value_error(str(error), obj.field_names) from error
-        input_ids = self._fit_prompt(obj, self._input_ids(obj))
-        asked = params.max_new_tokens
-        scoring_only = asked == 0
-        if scoring_only and not (obj.echo or (obj.return_logprob and obj.logprob_start_len >= 0)):
-            name = obj.field_names.get("max_new_tokens", "max_new_tokens")
-            raise RequestError(
-                f"{name} 0 is for scoring a prompt: ask for its logprobs or echo, or give at "
-                f"least 1",
-                param=name,
-            )
-        remaining = self._max_request_len() - len(input_ids)
-        params.max_new_tokens = max(1, min(remaining if asked is None else asked, remaining))
-        params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
-        self._check_logprobs(obj, len(input_ids))
-        state = ReqState(
-            rid=obj.rid,
-            index=index,
-            prompt_ids=input_ids,
-            detokenizer=self._detokenizer(params, input_ids),
-            field_names=obj.field_names,
-        )
-        state.scoring_only = scoring_only
-        if not params.ignore_eos:
-            params.stop_token_ids = sorted(
-                self.config.eos_token_ids.union(params.stop_token_ids or ())
-            )
-        message = TokenizedGenerateReqInput(
-            rid=obj.rid,
-            input_ids=input_ids,
-            sampling_params=params,
-            return_logprob=obj.return_logprob,
-            logprob_start_len=obj.logprob_start_len,
-            top_logprobs_num=obj.top_logprobs_num,
-            token_ids_logprob=obj.token_ids_logprob,
-            priority=obj.priority,
-            stream=obj.stream,
-        )
-        return state, message
-
-    def _detokenizer(self, params: SamplingParams, input_ids: list[int]) -> DetokenizerState:
-        decoder = self.tokenizer.incremental_decoder(
-            skip_special_tokens=params.skip_special_tokens, context_ids=input_ids[-8:]
-        )
-        stops = params.stop if isinstance(params.stop, list) else []
-        return DetokenizerState(decoder, stop_strings=stops, no_stop_trim=params.no_stop_trim)
-
-    def _input_ids(self, obj: GenerateReqInput) -> list[int]:
-        if obj.input_ids is None:
-            ids = self._encode(obj)
-        else:
-            ids = obj.input_ids
-            vocab_size = self.config.vocab_size
-            bad = next((i for i in ids if not 0 <= i < vocab_size), None)
-            if bad is not None:
-                raise RequestError(
-                    f"{obj.prompt_field} has the token id {bad}, allowed are 0 to {vocab_size - 1}",
-                    param=obj.prompt_field,
-                )
-        if not ids:
-            raise RequestError(
-                f"{obj.prompt_field} is empty: at least one token is needed",
-                param=obj.prompt_field,
-            )
-        return ids
-
-    def _encode(self, obj: GenerateReqInput) -> list[int]:
-        try:
-            return self.tokenizer.encode(obj.text or "", add_special_tokens=obj.add_special_tokens)
-        except ValueError as error:
-            raise RequestError(str(error), param=obj.prompt_field) from error
-
-    def _max_request_len(self) -> int:
-        """Positions one request can have: the longest prompt served, and one token after it."""
-        return min(self.config.context_length, int(self.info["max_req_input_len"]) + 1)
-
-    def _fit_prompt(self, obj: GenerateReqInput, ids: list[int]) -> list[int]:
-        longest = self._max_request_len() - 1
-        if len(ids) <= longest:
-            return ids
-        if self.config.allow_auto_truncate:
-            logger.warning("rid %s: prompt of %d cut to %d tokens", obj.rid, len(ids), longest)
-            return ids[-longest:]
-        raise RequestError(
-            f"{obj.prompt_field} has {len(ids)} tokens, the longest prompt this server can run "
-            f"has {longest}; shorten it, or start the server with --allow-auto-truncate",
-            param=obj.prompt_field,
-            code="context_length_exceeded",
-        )
-
-    def _check_logprobs(self, obj: GenerateReqInput, num_prompt: int) -> None:
-        if obj.top_logprobs_num < 0 or obj.top_logprobs_num > min(self.config.vocab_size, 1024):
-            raise RequestError(
-                f"top_logprobs_num must be in [0, 1024], got {obj.top_logprobs_num}",
-                param=obj.field_names.get("top_logprobs_num", "top_logprobs_num"),
-            )
-        if obj.return_logprob and not -1 <= obj.logprob_start_len < num_prompt:
-            raise RequestError(
-                f"logprob_start_len must be in [-1, {num_prompt - 1}], got {obj.logprob_start_len}",
-                param="logprob_start_len",
-            )
-        for token_id in obj.token_ids_logprob or ():
-            if not 0 <= token_id < self.config.vocab_size:
-                raise RequestError(
-                    f"token_ids_logprob must be in [0, {self.config.vocab_size - 1}], got "
-                    f"{token_id}",
-                    param="token_ids_logprob",
-                )
 
     # --- the scheduler's side -------------------------------------------------------------
 
@@ -306,6 +193,7 @@ class TokenizerManager:
                 self.metrics.on_stats(message.stats)
         elif isinstance(message, io_struct.ReadyOutput):
             self.info = message.info
+            self._preparer.limit_prompt(int(message.info["max_req_input_len"]))
             self.refusal = None
         elif isinstance(message, io_struct.FatalErrorOutput):
             self.fail_all(unavailable(f"the scheduler stopped: {message.message}"))
@@ -386,13 +274,6 @@ def _summary(state: ReqState) -> dict[str, Any]:
         "spec_verify_ct": state.spec_verify_ct,
         "spec_accepted_tokens": state.spec_accepted_tokens,
     }
-
-
-def _value_error(text: str, field_names: dict[str, str]) -> RequestError:
-    """`text` begins with the native name of the field at fault."""
-    native, _, rest = text.partition(" ")
-    name = field_names.get(native, native)
-    return RequestError(f"{name} {rest}", param=name)
 
 
 def _type_error(text: str, field_names: dict[str, str]) -> RequestError:

@@ -221,7 +221,7 @@ class ChatServing:
 
     async def answer(self, job: _Job) -> dict[str, Any]:
         """The reply once all sequences have ended."""
-        with self._manager.start(job.rid, job.inputs) as group:
+        with await self._manager.start(job.rid, job.inputs) as group:
             states = await group.finish()
         reply = self._frame(job, "chat.completion")
         reply["choices"] = [self._whole_choice(job, state) for state in states]
@@ -261,7 +261,7 @@ class ChatServing:
         continuous = options is not None and bool(options.continuous_usage_stats)
         started = False
         try:
-            with self._manager.start(job.rid, job.inputs) as group:
+            with await self._manager.start(job.rid, job.inputs) as group:
                 choices = [_Choice(self._parser(job)) for _ in group.states]
                 greeted: set[int] = set()
                 while news := await group.next_news():

@@ -120,7 +120,7 @@ class CompletionServing:
 
     async def answer(self, job: _Job) -> dict[str, Any]:
         """The reply once all sequences have ended."""
-        with self._manager.start(job.rid, job.inputs) as group:
+        with await self._manager.start(job.rid, job.inputs) as group:
             states = await group.finish()
         reply = self._frame(job)
         reply["choices"] = [self._choice(job, state) for state in states]
@@ -165,7 +165,7 @@ class CompletionServing:
         continuous = options is not None and bool(options.continuous_usage_stats)
         started = False
         try:
-            with self._manager.start(job.rid, job.inputs) as group:
+            with await self._manager.start(job.rid, job.inputs) as group:
                 progress = [_Progress() for _ in group.states]
                 while news := await group.next_news():
                     events = [
