@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from sglang.srt.mem_cache.state_layout import SNAPSHOTS, UPDATE_TUPLES
 from sglang.srt.mem_cache.weight_sizes import (
     block_draft_weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from sglang.srt.mem_cache.plan_gather import PlanInputs
 from sglang.srt.mem_cache.plan_inputs import MemoryPlanError
@@ -11,10 +12,16 @@ from sglang.srt.mem_cache.state_layout import SNAPSHOTS, UPDATE_TUPLES
 from sglang.srt.mem_cache.state_sizing import GIB, Division, StateCosts
 
 
+def largest_fraction(inputs: PlanInputs, reserves: tuple[ReserveLine, ...]) -> float:
+    """Largest static share, in thousandths, that leaves room for the reserves; may be negative."""
+    reserved = sum(line.nbytes for line in reserves)
+    return math.floor((1 - reserved / inputs.memory) * 1000) / 1000
+
+
 def static_fraction(inputs: PlanInputs, reserves: tuple[ReserveLine, ...]) -> float:
     """The flag's fraction if it leaves room for the reserves, else the largest that does."""
     reserved = sum(line.nbytes for line in reserves)
-    largest = math.floor((1 - reserved / inputs.memory) * 1000) / 1000
+    largest = largest_fraction(inputs, reserves)
     asked = inputs.args.mem_fraction_static
     if asked is None:
         if largest <= 0:
@@ -39,60 +46,86 @@ def least_tokens(inputs: PlanInputs) -> int:
     return -(-(1 + inputs.draft.tail_tokens) // page) * page
 
 
+@dataclass(frozen=True)
+class Budget:
+    """What there is: ``static_bytes``, of which weights and request rows take ``fixed``."""
+
+    static_bytes: int
+    fixed: int
+    largest_fraction: float
+
+
 def check_fits(
-    inputs: PlanInputs,
-    costs: StateCosts,
-    division: Division,
-    tokens: int,
-    *,
-    rest: int,
-    fraction: float,
-    fixed: int,
+    inputs: PlanInputs, costs: StateCosts, division: Division, tokens: int, budget: Budget
 ) -> None:
+    """Raise MemoryPlanError when no request could run, with bytes and the flag to move.
+
+    ``tokens`` are the KV tokens that ``division`` leaves.
+    """
     args, state = inputs.args, division.state
-    static = _gib(inputs.memory * fraction)
     least = least_tokens(inputs)
-    kv_needed = (least + args.page_size) * inputs.bytes_per_token
     if args.max_total_tokens is not None and args.max_total_tokens < least:
         raise MemoryPlanError(
             f"--max-total-tokens {args.max_total_tokens} holds no request: a page of "
             f"{args.page_size} tokens and one step need {least}; raise it"
         )
-    slots = max(state.slots, inputs.ratio)
-    rows = 2 if costs.has_scratch else 0
-    needed = fixed + (slots + 1) * costs.slot + max(state.rows, rows) * costs.row + kv_needed
-    enough = min(needed / inputs.memory, 1.0)
-    way_out = (
-        f"raise --mem-fraction-static to at least {math.ceil(enough * 1000) / 1000:.3f}"
-        if needed < inputs.memory * 0.98
-        else "use a larger device, more --tp-size or a smaller model"
-    )
-    if rest <= 0:
+    if state.slots < inputs.ratio and state.branch != 3:
         raise MemoryPlanError(
-            f"weights, draft weights and request rows need {_gib(fixed)}, --mem-fraction-static "
-            f"{fraction:.3f} of {_gib(inputs.memory)} gives {static}: {way_out}, or lower "
-            "--context-length or --max-running-requests"
+            f"--max-mamba-cache-size {args.max_mamba_cache_size} serves no request: each needs "
+            f"{inputs.ratio} state slots ({_gib(inputs.ratio * costs.slot)}); raise it to at least "
+            f"{inputs.ratio}, or use --disable-radix-cache, which needs one"
         )
-    if state.branch == 3 and state.slots < inputs.ratio:
+    have = f"{_gib(budget.static_bytes)} are available"
+    needed = _enough(inputs, costs, division, budget)
+    more = _more_memory(inputs, needed, budget)
+    if budget.static_bytes <= budget.fixed:
         raise MemoryPlanError(
-            f"one request needs {inputs.ratio} state slots of {_gib(costs.slot)} and two verify rows "
-            f"of {_gib(costs.row)}; with weights, rows and one page of KV that is {_gib(needed)}, "
-            f"but {static} are available: {way_out}{_lossless_hint(inputs)}, raise "
-            "--mamba-full-memory-ratio, or set --max-mamba-cache-size"
+            f"weights, draft weights and request rows need {_gib(budget.fixed)}, {have}: {more}, or "
+            "lower --context-length or --max-running-requests"
         )
     if state.slots < inputs.ratio:
         raise MemoryPlanError(
-            f"--max-mamba-cache-size {args.max_mamba_cache_size} serves no request: each needs "
-            f"{inputs.ratio} state slots ({inputs.ratio * costs.slot} bytes); raise it to at least "
-            f"{inputs.ratio}, or use --disable-radix-cache, which needs one"
+            f"recurrent state needs {_gib(_one_request(inputs, costs))} for one request "
+            f"({inputs.ratio} slots, padding, two verify rows); its share beside weights of "
+            f"{_gib(budget.fixed)} is less: {_gib(needed)} are needed in all, {have}: {more}"
+            f"{_lossless_hint(inputs)}, raise --mamba-full-memory-ratio above {_share(inputs):g}, or "
+            f"set --max-mamba-cache-size {inputs.ratio}"
         )
     if tokens < least:
         lower = "--max-running-requests" if state.branch == 2 else "--max-mamba-cache-size"
         raise MemoryPlanError(
             f"no memory is left for KV: weights, {state.slots} state slots, {state.rows} verify rows "
-            f"and {least} tokens need {_gib(needed)}, {static} are available: {way_out}, lower "
-            f"{lower}{_lossless_hint(inputs)} or lower --speculative-num-draft-tokens"
+            f"and {least} tokens need {_gib(needed)}, {have}: {more}, lower {lower}"
+            f"{_lossless_hint(inputs)} or lower --speculative-num-draft-tokens"
         )
+
+
+def _share(inputs: PlanInputs) -> float:
+    weight = inputs.args.mamba_full_memory_ratio
+    return 0.9 if weight is None else weight
+
+
+def _one_request(inputs: PlanInputs, costs: StateCosts) -> int:
+    """Bytes of the smallest state pool that runs anything."""
+    return (inputs.ratio + 1) * (costs.slot + costs.extra) + 2 * costs.row
+
+
+def _enough(inputs: PlanInputs, costs: StateCosts, division: Division, budget: Budget) -> int:
+    """Static bytes with which the same flags would run one request."""
+    kv = (least_tokens(inputs) + inputs.args.page_size) * inputs.bytes_per_token
+    if division.state.branch != 3:
+        return budget.fixed + division.state.charged + kv
+    share = _share(inputs)
+    state = _one_request(inputs, costs) + costs.slot
+    return budget.fixed + math.ceil(max(state * (1 + share) / share, kv * (1 + share), state + kv))
+
+
+def _more_memory(inputs: PlanInputs, needed: int, budget: Budget) -> str:
+    """The way to ``needed`` bytes: a larger fraction, if there is one, else more hardware."""
+    fraction = math.ceil(1000 * needed / inputs.memory) / 1000
+    if fraction <= budget.largest_fraction:
+        return f"raise --mem-fraction-static to at least {fraction:.3f}"
+    return "use a larger device, a larger --tp-size or a smaller model"
 
 
 def _lossless_hint(inputs: PlanInputs) -> str:

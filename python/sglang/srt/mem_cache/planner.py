@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from sglang.srt.configs.draft_config import DraftConfig
 from sglang.srt.configs.model_config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
 from sglang.srt.mem_cache.device_memory import planned_memory
-from sglang.srt.mem_cache.plan_checks import check_fits, plan_notes, static_fraction
+from sglang.srt.mem_cache.plan_checks import (
+    Budget,
+    check_fits,
+    largest_fraction,
+    plan_notes,
+    static_fraction,
+)
 from sglang.srt.mem_cache.plan_gather import PlanInputs, gather
 from sglang.srt.mem_cache.plan_inputs import KVGeometry, stage_layers
 from sglang.srt.mem_cache.plan_reserves import ReserveLine, runtime_reserves
@@ -68,7 +74,8 @@ def make_plan(
     )
     division = _divide(inputs, costs, rest)
     tokens = _kv_tokens(inputs, division.kv_bytes)
-    check_fits(inputs, costs, division, tokens, rest=rest, fraction=fraction, fixed=fixed)
+    budget = Budget(static_bytes, fixed, largest_fraction(inputs, reserves))
+    check_fits(inputs, costs, division, tokens, budget)
     return _assemble(inputs, division, tokens, reserves, fraction, static_bytes, pp_rank)
 
 
