@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.tree_attention import attend_trees
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -45,6 +46,8 @@ class TorchNativeAttnBackend(AttentionBackend):
         keys[slots_written] = k.to(keys.dtype)
         values[slots_written] = v.to(values.dtype)
         table = self.req_to_token_pool.req_to_token
+        if fb.tree_mask is not None:
+            return attend_trees(q, keys, values, table, layer, fb)
         out = torch.empty_like(q)
         start = 0
         lens = zip(fb.req_pool_indices.tolist(), fb.prefix_lens_cpu, fb.query_lens_cpu)

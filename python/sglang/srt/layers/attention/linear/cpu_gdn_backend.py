@@ -14,6 +14,7 @@ from torch import Tensor
 from sglang.kernels.ops.cpu import gdn, gdn_torch
 from sglang.kernels.ops.cpu.structs import GdnShapeArgs, GdnStateArgs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.linear.gdn_tree import TreeScratch, record_trees
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -134,6 +135,36 @@ class CpuGDNBackend(AttentionBackend):
             scratch_rows=metadata.scratch_rows,
             track_slots=fb.mamba_track_indices,
             track_rows=fb.mamba_track_rows,
+        )
+
+    def _record_trees(
+        self,
+        mixed_qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        layer: RadixLinearAttention,
+        cache: VerifyLayerState,
+        parents: Tensor,
+    ) -> Tensor:
+        if cache.intermediate_ssm is None:
+            raise ValueError(
+                "a tree verify needs state snapshots; drop --enable-linear-lossless-verify"
+            )
+        scratch = TreeScratch(
+            temporal=cache.temporal,
+            conv=cache.conv[0],
+            states=cache.intermediate_ssm,
+            windows=cache.intermediate_conv_window[0],
+        )
+        return record_trees(
+            mixed_qkv,
+            a,
+            b,
+            layer,
+            scratch,
+            slots=self.forward_metadata.mamba_cache_indices,
+            scratch_rows=self.forward_metadata.scratch_rows,
+            parents=parents,
         )
 
     def _forward_torch(
