@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sglang.kernels.ops.attention.paged.op import SplitWorkspace, paged_attention
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.tree_attention import attend_trees
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool.req_pool import ReqToTokenPool
@@ -48,6 +49,9 @@ class TritonAttnBackend(AttentionBackend):
     ) -> Tensor:
         pool, index = self._kv_pool, layer.kv_layer
         pool.set_kv_buffer(index, fb.out_cache_loc, k, v)
+        if fb.tree_mask is not None:
+            keys, values = pool.get_kv_buffer(index)
+            return attend_trees(q, keys, values, self._req_pool.req_to_token, layer, fb)
         few = q.shape[0] <= self._workspace.max_rows and not fb.forward_mode.is_extend()
         return paged_attention(
             q,

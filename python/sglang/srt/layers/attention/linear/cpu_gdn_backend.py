@@ -137,36 +137,6 @@ class CpuGDNBackend(AttentionBackend):
             track_rows=fb.mamba_track_rows,
         )
 
-    def _record_trees(
-        self,
-        mixed_qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
-        layer: RadixLinearAttention,
-        cache: VerifyLayerState,
-        parents: Tensor,
-    ) -> Tensor:
-        if cache.intermediate_ssm is None:
-            raise ValueError(
-                "a tree verify needs state snapshots; drop --enable-linear-lossless-verify"
-            )
-        scratch = TreeScratch(
-            temporal=cache.temporal,
-            conv=cache.conv[0],
-            states=cache.intermediate_ssm,
-            windows=cache.intermediate_conv_window[0],
-        )
-        return record_trees(
-            mixed_qkv,
-            a,
-            b,
-            layer,
-            scratch,
-            slots=self.forward_metadata.mamba_cache_indices,
-            scratch_rows=self.forward_metadata.scratch_rows,
-            parents=parents,
-        )
-
     def _forward_torch(
         self,
         mixed_qkv: Tensor,

@@ -15,6 +15,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
     MambaAttnBackendBase,
     ReqToStatePool,
 )
+from sglang.srt.layers.attention.linear.gdn_tree import TreeScratch, record_trees
 from sglang.srt.layers.attention.linear.kernels.gdn_cuda_cpp import CudaCppGDNKernel
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.linear.kernels.kernel_base import (
@@ -165,6 +166,17 @@ class GDNAttnBackend(MambaAttnBackendBase):
     ) -> torch.Tensor:
         """[T, conv_dim], [T, HV], [T, HV] -> [T, HV, V]."""
         cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        if fb.tree_parents is not None:
+            return record_trees(
+                mixed_qkv,
+                a,
+                b,
+                layer,
+                TreeScratch.of_layer(cache),
+                slots=self.forward_metadata.mamba_cache_indices,
+                scratch_rows=self.forward_metadata.scratch_rows,
+                parents=fb.tree_parents,
+            )
         if fb.forward_mode.is_target_verify():
             return self._verify(mixed_qkv, a, b, layer, cache, fb)
         if fb.forward_mode.is_decode():

@@ -7,6 +7,7 @@ state and conv window after every node go to the verify scratch. Plain PyTorch, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,15 @@ from torch.nn import functional as F
 
 from sglang.kernels.ops.cpu import gdn_torch
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+
+
+class SnapshotLayer(Protocol):
+    """One layer of a state pool with verify scratch."""
+
+    conv: list[Tensor]
+    temporal: Tensor
+    intermediate_ssm: Tensor | None
+    intermediate_conv_window: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,20 @@ class TreeScratch:
     conv: Tensor
     states: Tensor
     windows: Tensor
+
+    @staticmethod
+    def of_layer(cache: SnapshotLayer) -> TreeScratch:
+        """Raises: ValueError if the pool records update tuples instead of snapshots."""
+        if cache.intermediate_ssm is None:
+            raise ValueError(
+                "a tree verify needs state snapshots; drop --enable-linear-lossless-verify"
+            )
+        return TreeScratch(
+            temporal=cache.temporal,
+            conv=cache.conv[0],
+            states=cache.intermediate_ssm,
+            windows=cache.intermediate_conv_window[0],
+        )
 
 
 def levels_of(parents: list[list[int]]) -> list[list[tuple[int, int, int]]]:
