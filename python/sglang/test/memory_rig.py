@@ -234,6 +234,7 @@ class MemoryRig:
         wanted = min(chunk, len(tokens) - match.usable_len)
         if not self.memory.admit(req, token_ids=tokens[:limit], num_new_tokens=wanted):
             return False
+        assert req.kv.allocated_len >= req.kv.committed_len + wanted, "pages for the first chunk"
         if req.reported_cached < 0:
             req.reported_cached = req.kv.cached_len
         self.check_prefix(req)

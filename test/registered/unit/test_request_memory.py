@@ -161,7 +161,10 @@ def test_release_clears_every_reference():
     rig.finish(run(rig, prompt_of(300), 2))
     req = RigRequest(prompt_of(400))
     assert rig.admit(req, 128) and req.kv.cached_len == 256
+    row = req.kv.req_pool_idx
+    assert rig.pool.req_to_token[row, :384].all()
     rig.memory.release(req)
+    assert not rig.pool.req_to_token[row].any()
     assert vars(req.kv) == vars(RigRequest([]).kv)
     rig.memory.release(req)
     rig.check_idle_and_empty()

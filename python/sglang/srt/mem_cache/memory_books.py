@@ -11,15 +11,7 @@ from sglang.srt.mem_cache.integrity import IntegrityError
 from sglang.srt.mem_cache.pool.req_pool import HasKV
 from sglang.srt.mem_cache.radix.node import TreeNode
 from sglang.srt.mem_cache.radix_cache import NO_SLOTS, RadixCache
-from sglang.srt.mem_cache.req_kv import ReqKV
 from sglang.srt.mem_cache.request_slots import RequestSlots, held_states
-
-
-def row_of(kv: ReqKV) -> int:
-    """The request's row. Raises: ValueError if it holds none."""
-    if kv.req_pool_idx is None:
-        raise ValueError("the request was not admitted, or has been released")
-    return int(kv.req_pool_idx)
 
 
 @dataclass

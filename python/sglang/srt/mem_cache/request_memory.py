@@ -13,11 +13,11 @@ import numpy as np
 
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.integrity import IntegrityError
-from sglang.srt.mem_cache.memory_books import HeldRow, MemoryBooks, row_of
+from sglang.srt.mem_cache.memory_books import HeldRow, MemoryBooks
 from sglang.srt.mem_cache.pool.req_pool import HasKV
 from sglang.srt.mem_cache.radix.node import TOKEN_BYTES, TreeNode, token_key
 from sglang.srt.mem_cache.radix_cache import MatchResult, RadixCache
-from sglang.srt.mem_cache.request_slots import RequestSlots
+from sglang.srt.mem_cache.request_slots import RequestSlots, row_of
 from sglang.srt.mem_cache.state_tracker import StateTracker
 from sglang.srt.mem_cache.track import TrackPolicy
 
@@ -141,8 +141,8 @@ class RequestMemory:
     ) -> bool:
         """Give a waiting request everything its first step needs, or nothing.
 
-        Takes a row, a working state slot, track slots, and pages for the usable prefix and for
-        ``num_new_tokens`` after the part of it that is on the device; evicts when short. The matched state is copied into the
+        Takes a row, a working state slot, track slots, and pages for the usable prefix and
+        ``num_new_tokens`` after it; evicts when short. The matched state is copied into the
         working slot, which is cleared when there is none. On success ``req.kv`` describes what is
         held and ``committed_len == cached_len`` is the length of the prefix.
         """
@@ -150,7 +150,7 @@ class RequestMemory:
             raise ValueError(f"request row {req.kv.req_pool_idx} is admitted already")
         key = token_key(token_ids)
         match = self._match(key, limit)
-        end = max(match.usable_len, match.cached_len + num_new_tokens)
+        end = match.usable_len + num_new_tokens
         if end > self._slots.max_context_len:
             raise ValueError(
                 f"a request of {end} tokens exceeds the context length "

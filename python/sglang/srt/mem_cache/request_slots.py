@@ -15,6 +15,13 @@ def held_states(kv: ReqKV) -> list[int]:
     return working + [slot for slot in kv.mamba_ping_pong_track_buffer or () if slot >= 0]
 
 
+def row_of(kv: ReqKV) -> int:
+    """The request's row. Raises: ValueError if it holds none."""
+    if kv.req_pool_idx is None:
+        raise ValueError("the request was not admitted, or has been released")
+    return int(kv.req_pool_idx)
+
+
 def track_entries(kv: ReqKV) -> tuple[list[int], int]:
     """The request's track slots and the entry written next. Raises: ValueError if it has none."""
     if kv.mamba_ping_pong_track_buffer is None or kv.mamba_next_track_idx is None:
@@ -83,7 +90,9 @@ class RequestSlots:
         return False
 
     def give_back(self, req: HasKV) -> None:
-        """Free the row and every state slot the request still holds."""
+        """Free the row and every state slot the request still holds; the row names no slot then."""
+        kv = req.kv
+        self.write_row(row_of(kv), 0, np.zeros(kv.allocated_len, dtype=np.int64))
         if self._hybrid is not None:
             self._hybrid.free_mamba_cache(req)
         self._pool.free(req)
