@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from examples.demo_model import corpus as corpus_module
+from examples.demo_model.batches import TextWindows
 from examples.demo_model.card import write_cards
 from examples.demo_model.config import FULL_PLAN, SMOKE_PLAN, Phase, Plan
 from examples.demo_model.corpus import Corpus
@@ -28,7 +29,6 @@ from examples.demo_model.export import (
     load_drafter,
     load_target,
 )
-from examples.demo_model.batches import TextWindows
 from examples.demo_model.optimise import Device
 from examples.demo_model.progress import Progress
 from examples.demo_model.stages import (
@@ -61,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
             "--scale", type=float, default=1.0, help="multiply the length of every stage"
         )
         if name == "train":
+            command.add_argument(
+                "--no-graphs", action="store_true", help="do not record steps as CUDA graphs"
+            )
             command.add_argument(
                 "--keep-target",
                 action="store_true",
@@ -125,7 +128,8 @@ def _run(options: argparse.Namespace) -> None:
         return
     corpus = corpus_module.load(options.data)
     plan = _scaled(SMOKE_PLAN if options.smoke else FULL_PLAN, options.scale)
-    device = Device(torch.device(options.device))
+    graphs = options.command == "train" and not options.no_graphs
+    device = Device(torch.device(options.device), graphs)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.command == "train":
         _train(options, plan, corpus, device)

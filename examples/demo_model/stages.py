@@ -13,7 +13,7 @@ from examples.demo_model.corpus import Corpus
 from examples.demo_model.drafters import BlockDrafter, build_drafter, predict
 from examples.demo_model.generate import continue_prompts
 from examples.demo_model.model import DemoModel
-from examples.demo_model.optimise import Device, LossFunction, run_phase
+from examples.demo_model.optimise import BatchFunction, Device, Parts, Task, run_phase
 from examples.demo_model.progress import Progress
 
 MTP_DEPTH = 3
@@ -34,7 +34,7 @@ def _cross_entropy(
 
 def language_loss(
     model: DemoModel, ids: torch.Tensor, weight: torch.Tensor | None
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, Parts]:
     """Next-token loss plus the MTP losses of a three-deep chain. ``weight`` ``[B, T]`` selects the
     tokens that are labels; None means all."""
     hidden = model(ids).hidden
@@ -98,29 +98,26 @@ def train_target(
     print(f"target: {count / 1e6:.2f} M parameters", flush=True)
     text, chat = TextWindows(corpus, seed), ChatWindows(corpus, seed)
 
-    def on_text(phase: Phase) -> LossFunction:
-        def loss(step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            ids = text.batch(step, phase.rows, phase.length)
-            return language_loss(model, ids.to(device.torch_device, non_blocking=True), None)
-
-        return loss
-
-    def on_chat(step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        phase = plan.chat
-        half = phase.rows // 2
-        chat_ids, mask = chat.batch(step, half, phase.length)
-        text_ids = text.batch(1_000_000 + step, phase.rows - half, phase.length)
-        ids = torch.cat([chat_ids, text_ids]).to(device.torch_device)
+    def chat_batch(step: int) -> tuple[torch.Tensor, ...]:
+        rows, length = plan.chat.rows, plan.chat.length
+        chat_ids, mask = chat.batch(step, rows // 2, length)
+        text_ids = text.batch(1_000_000 + step, rows - rows // 2, length)
         # Prompts of a conversation count a little, so that their form is learnt too.
-        weight = torch.cat([mask + 0.1 * (1 - mask), torch.full_like(text_ids, 1).float() * 0.3])
-        return language_loss(model, ids, weight.to(device.torch_device))
+        weight = torch.cat([mask + 0.1 * (1 - mask), torch.full(text_ids.shape, 0.3)])
+        return torch.cat([chat_ids, text_ids]), weight
 
-    for name, phase, loss in (
-        ("pretrain", plan.pretrain, on_text(plan.pretrain)),
-        ("long", plan.long_pretrain, on_text(plan.long_pretrain)),
-        ("chat", plan.chat, on_chat),
+    def text_batch(phase: Phase) -> BatchFunction:
+        return lambda step: (text.batch(step, phase.rows, phase.length),)
+
+    def loss(ids: torch.Tensor, weight: torch.Tensor | None = None) -> tuple[torch.Tensor, Parts]:
+        return language_loss(model, ids, weight)
+
+    for name, phase, batch in (
+        ("pretrain", plan.pretrain, text_batch(plan.pretrain)),
+        ("long", plan.long_pretrain, text_batch(plan.long_pretrain)),
+        ("chat", plan.chat, chat_batch),
     ):
-        run_phase(name, model, phase, loss, progress, device, plan.save_every)
+        run_phase(Task(name, model, phase, batch, loss), progress, device, plan.save_every)
     round_to_bf16(model)
     return model.requires_grad_(False)
 
@@ -152,8 +149,10 @@ def train_mtp(
     """Distil the frozen target into its MTP block; the result is rounded to bf16 values."""
     model.mtp.requires_grad_(True)
 
-    def loss(step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        ids = text.batch(step, plan.mtp)
+    def batch(step: int) -> tuple[torch.Tensor, ...]:
+        return (text.batch(step, plan.mtp),)
+
+    def loss(ids: torch.Tensor) -> tuple[torch.Tensor, Parts]:
         with torch.no_grad():
             hidden = model(ids).hidden
             teacher = model.logits(hidden)
@@ -167,7 +166,8 @@ def train_mtp(
             parts[f"agree{depth + 1}"] = agree.float().mean()
         return total, parts
 
-    run_phase("mtp", model, plan.mtp, loss, progress, device, plan.save_every)
+    task = Task("mtp", model, plan.mtp, batch, loss)
+    run_phase(task, progress, device, plan.save_every)
     round_to_bf16(model)
     model.requires_grad_(False)
 
@@ -191,9 +191,11 @@ def train_drafter(
     weights = POSITION_DECAY ** torch.arange(drafts, device=device.torch_device)
     weights = weights / weights.sum()
 
-    def loss(step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def batch(step: int) -> tuple[torch.Tensor, ...]:
         ids = text.batch(step, phase)
-        anchors = random_anchors(ids, drafts, phase.length // 8, seed, step)
+        return ids, random_anchors(ids, drafts, phase.length // 8, seed, step)
+
+    def loss(ids: torch.Tensor, anchors: torch.Tensor) -> tuple[torch.Tensor, Parts]:
         with torch.no_grad():
             output = model(ids, geo.target_layer_ids)
             teacher = model.logits(output.hidden)
@@ -211,7 +213,7 @@ def train_drafter(
             total = total + F.binary_cross_entropy_with_logits(guess.confidence.float(), label)
         return total, parts
 
-    run_phase(kind, drafter, phase, loss, progress, device, plan.save_every)
+    run_phase(Task(kind, drafter, phase, batch, loss), progress, device, plan.save_every)
     round_to_bf16(drafter)
     return drafter.requires_grad_(False)
 
