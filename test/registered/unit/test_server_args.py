@@ -19,7 +19,7 @@ from sglang.test.repo import ROOT
 
 register_cpu_ci(est_time=3, suite="unit")
 
-ACCEPTED_FOR_OLD_COMMAND_LINES = ("enable_metrics",)
+ACCEPTED_FOR_OLD_COMMAND_LINES = ("enable_metrics", "trust_remote_code")
 
 
 def test_every_field_is_declared_in_exactly_one_group():

@@ -22,6 +22,9 @@ class ModelFields:
     skip_tokenizer_init: bool = flag(
         False, "Start without a tokenizer: requests carry input_ids and replies carry output ids."
     )
+    trust_remote_code: bool = flag(
+        False, "Accepted for old command lines: code from a checkpoint is never run."
+    )
     load_format: str = flag(
         "auto",
         "How to get the weights: auto and safetensors read the checkpoint, dummy draws random "
