@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from sglang.srt.mem_cache import plan_plot
+from sglang.srt.mem_cache.memory_plan import build_pools, check_allocated
 from sglang.srt.mem_cache.plan_cli import BAD_ARGUMENTS, NO_PLAN, main
 from sglang.srt.mem_cache.plan_inputs import MemoryPlanError
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -266,6 +267,22 @@ def test_adaptive_widths_size_every_buffer_for_the_widest(tmp_path):
     ring = plan(config, 8, enable_linear_lossless_verify=True, **flags)
     shapes = {spec.name: spec.shape for spec in ring.tensors}
     assert shapes["state.intermediate_ssm_u"][2] == 8
+
+
+def test_a_deferred_commit_needs_a_longer_ring():
+    """Accepted tuples wait there for the next verify: two of the widest verifies must fit."""
+    flags = {"enable_linear_lossless_verify": True, "linear_lossless_commit": "deferred"}
+    for width, cells in ((4, 16), (12, 24)):
+        made = plan(
+            model("Qwen3.6-35B-A3B-FP8"),
+            speculative_num_steps=width - 1,
+            speculative_num_draft_tokens=width,
+            **flags,
+        )
+        shapes = {spec.name: spec.shape for spec in made.tensors}
+        assert shapes["state.intermediate_ssm_g"][2] == cells
+        assert shapes["state.intermediate_conv_window.0"][-1] == width + 2
+        check_allocated(made, build_pools(made, "meta"))
 
 
 def test_a_prefill_server_has_no_verify_scratch():

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.plan_inputs import max_draft_tokens
 from sglang.srt.mem_cache.pool import spec_intermediate_bytes_per_req
 from sglang.srt.mem_cache.state_sizing import (
     GIB,
@@ -30,7 +29,7 @@ def get_schedule() -> ServerArgs:
 
 def max_speculative_num_draft_tokens() -> int | None:
     """Widest verify of this process, adaptive widths included; None without speculation."""
-    return max_draft_tokens(get_server_args())
+    return get_server_args().max_speculative_num_draft_tokens()
 
 
 _lasting_overrides: list[AbstractContextManager] = []

@@ -74,6 +74,7 @@ def build_pools(plan: MemoryPlan, device: str | torch.device) -> Pools:
         speculative_num_draft_tokens=plan.draft_tokens,
         speculative_eagle_topk=settings.topk,
         enable_linear_lossless_verify=plan.lossless_verify,
+        lossless_ring_cells=settings.ring_cells,
     )
     return Pools(
         req_pool=req_pool,

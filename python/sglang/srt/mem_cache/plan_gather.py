@@ -12,7 +12,6 @@ from sglang.srt.mem_cache.plan_inputs import (
     KVGeometry,
     draft_needs,
     kv_geometry,
-    max_draft_tokens,
     request_slot_ratio,
     stage_counts,
     state_layout,
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_RUNNING = {"cuda": 128, "cpu": 16}
 """Used where neither the flag nor speculative decoding sets ``--max-running-requests``."""
+DEFERRED_RING_CELLS = 16
+"""Least length of the tuple ring of a deferred commit; it holds two of the widest verifies at least."""
 ROW_SLACK = 4
 """Positions a request row has beyond context and draft tail."""
 
@@ -75,7 +76,16 @@ class PlanInputs:
         """Bytes one verify row really takes."""
         if not self.verifies:
             return 0
-        return self.layout.scratch_row_bytes(kind=kind, draft_tokens=self.draft_tokens)
+        return self.layout.scratch_row_bytes(
+            kind=kind, draft_tokens=self.draft_tokens, ring_cells=self.ring_cells
+        )
+
+    @property
+    def ring_cells(self) -> int | None:
+        """Cells of the tuple ring of a deferred commit; None commits at once and needs no more."""
+        if not self.verifies or self.args.linear_lossless_commit != "deferred":
+            return None
+        return max(2 * self.draft_tokens, DEFERRED_RING_CELLS)
 
     def charged_row(self, kind: str) -> int:
         """Bytes one verify row is charged.
@@ -93,7 +103,7 @@ class PlanInputs:
 def gather(
     model: ModelConfig, args: ServerArgs, memory: int, draft_config: DraftConfig | None
 ) -> PlanInputs:
-    draft_tokens = max_draft_tokens(args)
+    draft_tokens = args.max_speculative_num_draft_tokens()
     draft = draft_needs(model, draft_config, args, draft_tokens)
     context = args.context_length or model.max_position_embeddings
     page = args.page_size

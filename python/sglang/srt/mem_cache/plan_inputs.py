@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang.srt.configs.draft_config import DraftConfig
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
 MTP_ALGORITHMS = ("EAGLE", "NEXTN")
 BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
-DEFAULT_ADAPTIVE_STEPS = (0, 1, 3, 5, 7)
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -59,32 +56,6 @@ class DraftNeeds:
     weights: WeightSize
     kv: KVGeometry | None
     tail_tokens: int
-
-
-def max_draft_tokens(args: ServerArgs) -> int | None:
-    """Most verify rows of one request that any step can have; None without speculation.
-
-    With ``--speculative-adaptive`` the widest candidate counts, since buffers serve all of them.
-    """
-    if args.speculative_algorithm is None:
-        return None
-    widest = args.speculative_num_draft_tokens
-    if args.speculative_adaptive:
-        widest = max(widest, 1 + max(_adaptive_steps(args.speculative_adaptive_config)))
-    return widest
-
-
-def _adaptive_steps(path: str | None) -> tuple[int, ...]:
-    if path is None:
-        return DEFAULT_ADAPTIVE_STEPS
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MemoryPlanError(f"--speculative-adaptive-config {path}: {error}") from error
-    shared = content.get("candidate_steps", ())
-    slots = [value for key, value in content.items() if key.isdigit()]
-    steps = [*shared, *(step for slot in slots for step in slot.get("candidate_steps", shared))]
-    return tuple(int(step) for step in steps) or DEFAULT_ADAPTIVE_STEPS
 
 
 def request_slot_ratio(args: ServerArgs) -> int:

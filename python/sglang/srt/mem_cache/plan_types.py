@@ -33,6 +33,7 @@ class PoolSettings:
     lazy: bool
     overlap: bool
     topk: int | None
+    ring_cells: int | None
 
 
 @dataclass(frozen=True)

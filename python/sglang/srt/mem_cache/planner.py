@@ -124,12 +124,14 @@ def _assemble(
     rows = num_requests + 1 if inputs.verifies else 0
     settings = _settings(inputs, num_requests, pp_rank)
     rank_layout = settings.layout
-    scratch = rank_layout.scratch_tensors(
-        kind=kind, rows=rows, draft_tokens=inputs.draft_tokens or 1
-    )
-    ssm = rank_layout.ssm_scratch_tensors(
-        kind=kind, rows=rows, draft_tokens=inputs.draft_tokens or 1
-    )
+    what = {
+        "kind": kind,
+        "rows": rows,
+        "draft_tokens": inputs.draft_tokens or 1,
+        "ring_cells": inputs.ring_cells,
+    }
+    scratch = rank_layout.scratch_tensors(**what)
+    ssm = rank_layout.ssm_scratch_tensors(**what)
     charged = rows * inputs.charged_row(kind)
     freed = rows * inputs.charged_row(SNAPSHOTS) - charged
     context = args.context_length or inputs.model.max_position_embeddings
@@ -188,6 +190,7 @@ def _settings(inputs: PlanInputs, num_requests: int, pp_rank: int) -> PoolSettin
         lazy=extra_buffer and args.mamba_radix_cache_strategy == "extra_buffer_lazy",
         overlap=not args.disable_overlap_schedule,
         topk=args.speculative_eagle_topk if args.speculative_algorithm is not None else None,
+        ring_cells=inputs.ring_cells,
     )
 
 

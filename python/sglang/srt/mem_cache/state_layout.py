@@ -101,9 +101,16 @@ class StateLayout:
             specs.append(TensorSpec(name, (self.num_layers, rows, *physical), self.conv_dtype))
         return specs
 
-    def ssm_scratch_tensors(self, *, kind: str, rows: int, draft_tokens: int) -> list[TensorSpec]:
-        """What a verify records of the recurrence. Update tuples are fp32 whatever the state is."""
-        lead = (self.num_layers, rows, draft_tokens)
+    def ssm_scratch_tensors(
+        self, *, kind: str, rows: int, draft_tokens: int, ring_cells: int | None = None
+    ) -> list[TensorSpec]:
+        """What a verify records of the recurrence. Update tuples are fp32 whatever the state is.
+
+        ``ring_cells`` is the length of the tuple ring where accepted tuples wait for a later verify
+        (deferred commit); by default it is ``draft_tokens``.
+        """
+        cells = ring_cells if ring_cells is not None and kind == UPDATE_TUPLES else draft_tokens
+        lead = (self.num_layers, rows, cells)
         heads, v_dim, k_dim = self.temporal
         if kind == REPLAYSSM:
             return []
@@ -117,16 +124,26 @@ class StateLayout:
             ]
         raise ValueError(f"verify scratch {kind!r} is unknown")
 
-    def scratch_tensors(self, *, kind: str, rows: int, draft_tokens: int) -> list[TensorSpec]:
+    def scratch_tensors(
+        self, *, kind: str, rows: int, draft_tokens: int, ring_cells: int | None = None
+    ) -> list[TensorSpec]:
         """All verify scratch of ``rows`` rows."""
         return [
             *self.conv_window_tensors(rows=rows, draft_tokens=draft_tokens),
-            *self.ssm_scratch_tensors(kind=kind, rows=rows, draft_tokens=draft_tokens),
+            *self.ssm_scratch_tensors(
+                kind=kind, rows=rows, draft_tokens=draft_tokens, ring_cells=ring_cells
+            ),
         ]
 
-    def scratch_row_bytes(self, *, kind: str, draft_tokens: int) -> int:
+    def scratch_row_bytes(
+        self, *, kind: str, draft_tokens: int, ring_cells: int | None = None
+    ) -> int:
         """Bytes of one verify row over all layers."""
-        return total_bytes(self.scratch_tensors(kind=kind, rows=1, draft_tokens=draft_tokens))
+        return total_bytes(
+            self.scratch_tensors(
+                kind=kind, rows=1, draft_tokens=draft_tokens, ring_cells=ring_cells
+            )
+        )
 
     def replayssm_ring_tensors(self, *, slots: int, record_len: int) -> list[TensorSpec]:
         """ReplaySSM ring: raw inputs of the last ``record_len`` steps of every slot."""

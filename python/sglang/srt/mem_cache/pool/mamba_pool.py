@@ -62,6 +62,7 @@ class MambaPool:
         intermediate_ssm_u/_k/_g   ``[L, R, D, HV, V]``, ``[L, R, D, HV, K]``, ``[L, R, D, HV]`` fp32
                                    (update tuples), or None
 
+    ``lossless_ring_cells`` replaces D in the update tuples for a deferred commit.
     ``speculative_num_draft_tokens=None`` builds no scratch. Everything starts as zeros. Slot 0 is
     padding. Raises: ValueError for a combination that cannot work, naming the flag.
     """
@@ -132,6 +133,7 @@ class MambaPool:
         envelope_layout: bool = False,
         enable_linear_replayssm_spec: bool = False,
         enable_linear_lossless_verify: bool = False,
+        lossless_ring_cells: int | None = None,
     ) -> None:
         speculative = speculative_num_draft_tokens is not None
         _refuse_unavailable(enable_memory_saver, envelope_layout, enable_linear_replayssm)
@@ -152,6 +154,7 @@ class MambaPool:
             num_layers=self.num_mamba_layers,
         )
         self.speculative_num_draft_tokens = speculative_num_draft_tokens
+        self.lossless_ring_cells = lossless_ring_cells
         self.enable_linear_replayssm = enable_linear_replayssm
         self.linear_replayssm_cache_len = linear_replayssm_cache_len
         self.replayssm_is_kda = cache_params.is_kda
@@ -182,6 +185,7 @@ class MambaPool:
                 kind=self.scratch_kind,
                 rows=self.spec_state_size + 1,
                 draft_tokens=self.speculative_num_draft_tokens,
+                ring_cells=self.lossless_ring_cells,
             )
         return specs
 
@@ -224,7 +228,10 @@ class MambaPool:
             views = self._intermediate_conv_window_phys
         ssm: dict[str, torch.Tensor | None] = {"intermediate_ssm": None}
         for spec in self.layout.ssm_scratch_tensors(
-            kind=self.scratch_kind, rows=rows, draft_tokens=draft_tokens
+            kind=self.scratch_kind,
+            rows=rows,
+            draft_tokens=draft_tokens,
+            ring_cells=self.lossless_ring_cells,
         ):
             ssm[spec.name] = self._tensors[spec.name] = _zeros(spec, self.device)
         return self.SpeculativeState(**state, intermediate_conv_window=views, **ssm)

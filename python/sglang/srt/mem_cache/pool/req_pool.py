@@ -136,6 +136,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         short_conv_state_shape: tuple[int, int] | None = None,
         ngram_context_len: int = 0,
         ngram_eos_token_id: int = 0,
+        lossless_ring_cells: int | None = None,
     ) -> None:
         super().__init__(size, max_context_len, device, enable_memory_saver)
         refuse_side_state(short_conv_layer_ids, short_conv_state_shape, ngram_context_len)
@@ -156,6 +157,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
                 "envelope_layout": mamba_envelope_layout,
                 "enable_linear_replayssm_spec": enable_linear_replayssm_spec,
                 "enable_linear_lossless_verify": enable_linear_lossless_verify,
+                "lossless_ring_cells": lossless_ring_cells,
             },
         )
 
