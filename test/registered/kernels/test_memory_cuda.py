@@ -1,8 +1,9 @@
 """Planned bytes against torch's own counters on a GPU.
 
-torch rounds every allocation up to 512 bytes, and takes memory from the driver in segments: 2 MiB for
-allocations up to 1 MiB, 20 MiB for those up to 10 MiB, and multiples of 2 MiB above. So allocated
-bytes are exact up to 511 bytes a tensor, and reserved bytes up to the segments' slack.
+torch counts three things. *Requested* bytes are the tensors' own and must equal the plan. *Allocated* bytes
+are whole blocks: multiples of 512, and for tensors above 1 MiB up to 1 MiB more, because a smaller rest
+of a segment is not split off. *Reserved* bytes are segments taken from the driver: 2 MiB for tensors up
+to 1 MiB, 20 MiB for those below 10 MiB, multiples of 2 MiB above.
 """
 
 from __future__ import annotations
@@ -26,9 +27,23 @@ MIB = 1 << 20
 LIMITS = {"max_total_tokens": 20_000, "max_mamba_cache_size": 20, "max_running_requests": 4}
 
 
-def rounded(made: MemoryPlan) -> int:
-    """What torch says is allocated for the plan's tensors."""
-    return sum(-(-spec.nbytes // ROUND) * ROUND for spec in made.tensors)
+def block_limits(made: MemoryPlan) -> tuple[int, int]:
+    """Fewest and most bytes of the blocks that hold the plan's tensors."""
+    fewest = sum(-(-spec.nbytes // ROUND) * ROUND for spec in made.tensors)
+    return fewest, fewest + MIB * sum(spec.nbytes > MIB for spec in made.tensors)
+
+
+def counters() -> dict[str, int]:
+    """Bytes requested, allocated and reserved at the moment."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    stats = torch.cuda.memory_stats()
+    return {
+        "requested": stats.get("requested_bytes.all.current", 0),
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+    }
 
 
 def segment(nbytes: int) -> int:
@@ -75,26 +90,21 @@ def test_counters_agree_with_the_plan(case):
     if "draft_config" in flags:
         flags["draft_config"] = draft(flags["draft_config"])
     made = plan(model(name), 80, **flags)
-    gc.collect()
-    torch.cuda.empty_cache()
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    before = counters()
     pools = build_pools(made, "cuda")
-    torch.cuda.synchronize()
-    allocated = torch.cuda.memory_allocated() - allocated
-    reserved = torch.cuda.memory_reserved() - reserved
-    print(
-        f"{case}: planned {made.pool_bytes}, allocated {allocated} "
-        f"(+{allocated - made.pool_bytes}), reserved {reserved} (+{reserved - made.pool_bytes})"
-    )
+    used = {name: value - before[name] for name, value in counters().items()}
+    print(f"{case}: planned {made.pool_bytes}, {used}")
     check_allocated(made, pools)
-    assert allocated == rounded(made)
-    assert allocated <= reserved <= sum(segment(spec.nbytes) for spec in made.tensors)
-    assert reserved <= 1.01 * made.pool_bytes + 64 * MIB
+    assert used["requested"] == made.pool_bytes
+    fewest, most = block_limits(made)
+    assert fewest <= used["allocated"] <= most
+    assert used["allocated"] <= used["reserved"]
+    assert used["reserved"] <= sum(segment(spec.nbytes) for spec in made.tensors)
+    assert used["reserved"] <= 1.01 * made.pool_bytes + 64 * MIB
     pools.check_integrity()
     assert not pools.kv_pool.get_key_buffer(0).float().any()
     del pools
-    gc.collect()
-    assert torch.cuda.memory_allocated() <= ROUND, "pools give everything back"
+    assert counters()["requested"] == before["requested"], "pools give everything back"
 
 
 def test_pool_operations_on_the_device():
