@@ -95,6 +95,17 @@ class CpuGDNBackend(AttentionBackend):
         layer: RadixLinearAttention,
         fb: ForwardBatch,
     ) -> Tensor:
+        if fb.tree_parents is not None:
+            return record_trees(
+                mixed_qkv,
+                a,
+                b,
+                layer,
+                TreeScratch.of_layer(self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)),
+                slots=self.forward_metadata.mamba_cache_indices,
+                scratch_rows=self.forward_metadata.scratch_rows,
+                parents=fb.tree_parents,
+            )
         if gdn.covers(layer.head_k_dim):
             return gdn.forward(mixed_qkv, a, b, self._native_call(layer, fb))
         cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
