@@ -117,7 +117,7 @@ CONFIGS = {
 def test_random_traffic(name):
     """The model of test_request_memory_model with tiers behind the tree."""
     traffic = RandomTraffic(MemoryRig(CONFIGS[name]), seed=len(name), longest_prompt=80)
-    traffic.run(900)
+    traffic.run(600)
     assert traffic.rig.host.loads_ct > (0 if name == "tiny-host" else 10)
 
 
@@ -125,7 +125,7 @@ def test_random_traffic_with_files_and_damage(tmp_path):
     """Every so often files are altered, cut or removed; text stays right."""
     rig = MemoryRig(dataclasses.replace(SMALL, host_ratio=0.4, storage_dir=tmp_path))
     traffic = RandomTraffic(rig, seed=3, longest_prompt=80)
-    for i in range(700):
+    for i in range(500):
         traffic._one()
         rig.check()
         if i % 20 == 0:
@@ -230,7 +230,7 @@ def test_digest_without_history_is_caught(monkeypatch):
 
     monkeypatch.setattr(HierarchicalCache, "_chain", chain)
     with pytest.raises((AssertionError, IntegrityError)):
-        RandomTraffic(MemoryRig(SMALL), seed=1, longest_prompt=80).run(900)
+        RandomTraffic(MemoryRig(SMALL), seed=1, longest_prompt=80).run(600)
 
 
 def test_unpinned_rows_are_caught(monkeypatch):
@@ -240,7 +240,7 @@ def test_unpinned_rows_are_caught(monkeypatch):
     tiny = dataclasses.replace(SMALL, host_ratio=0.6, write_policy="write_back")
     with pytest.raises((AssertionError, IntegrityError, KeyError)):
         for seed in range(6):
-            RandomTraffic(MemoryRig(tiny), seed=seed, longest_prompt=80).run(900)
+            RandomTraffic(MemoryRig(tiny), seed=seed, longest_prompt=80).run(600)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16, torch.float32, torch.uint8)])
@@ -307,6 +307,16 @@ def test_file_store_survives_a_full_disk(tmp_path, monkeypatch):
     store.put(b"a" * 16, b"1234")
     store.drain()
     assert store.get(b"a" * 16) is None and not list(tmp_path.rglob("*.part"))
+    store.close()
+
+
+def test_leftovers_of_a_killed_server_are_removed(tmp_path):
+    old, fresh, row = (tmp_path / name for name in ("a.part", "b.part", f"{'0' * 32}.row"))
+    for path in (old, fresh, row):
+        path.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    store = FileStore(tmp_path, 4)
+    assert sorted(tmp_path.iterdir()) == sorted([fresh, row]) and len(store) == 1
     store.close()
 
 

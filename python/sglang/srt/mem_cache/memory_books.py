@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.integrity import IntegrityError
 from sglang.srt.mem_cache.pool.req_pool import HasKV
 from sglang.srt.mem_cache.radix.node import TreeNode
-from sglang.srt.mem_cache.radix_cache import NO_SLOTS, RadixCache
+from sglang.srt.mem_cache.radix_cache import NO_SLOTS, RadixCache, has_repeats
 from sglang.srt.mem_cache.request_slots import RequestSlots, held_states
 
 
@@ -58,7 +58,7 @@ class MemoryBooks:
         ]
         pieces += [node.slots for node in self.tree.nodes()]
         slots = np.concatenate(pieces) if pieces else NO_SLOTS
-        if len(np.unique(slots)) != len(slots):
+        if has_repeats(slots):
             raise IntegrityError("a KV slot is held twice")
         free = self.allocator.available_size()
         if free + len(slots) != self.allocator.size:

@@ -7,6 +7,8 @@ import os
 import queue
 import tempfile
 import threading
+import time
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -15,6 +17,8 @@ logger = logging.getLogger(__name__)
 _MAGIC = b"HICACHE1"
 _CHECKSUM_BYTES = 32
 _SUFFIX = ".row"
+_PART = ".part"
+_LEFTOVER_SECONDS = 3600
 _MAX_WAITING = 1024
 
 
@@ -36,6 +40,7 @@ class FileStore:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             names = [entry.name for entry in os.scandir(directory)]
+            self._remove_leftovers(names)
         except OSError as error:
             raise ValueError(
                 f"--hicache-storage-dir: cannot use {directory}: {error.strerror}; give a directory "
@@ -52,6 +57,14 @@ class FileStore:
         self.num_damaged = 0
         self._writer = threading.Thread(target=self._write_loop, daemon=True)
         self._writer.start()
+
+    def _remove_leftovers(self, names: list[str]) -> None:
+        """Files that a killed server was writing; recent ones may belong to another server."""
+        for name in names:
+            path = self._directory / name
+            with suppress(FileNotFoundError):
+                if name.endswith(_PART) and time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
+                    path.unlink()
 
     def __contains__(self, digest: bytes) -> bool:
         with self._lock:
@@ -131,7 +144,7 @@ class FileStore:
     def _write(self, digest: bytes, row: bytes) -> None:
         if self._failed or digest in self:
             return
-        handle, temporary = tempfile.mkstemp(dir=self._directory, suffix=".part")
+        handle, temporary = tempfile.mkstemp(dir=self._directory, suffix=_PART)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(_MAGIC + _checksum(digest, row))
