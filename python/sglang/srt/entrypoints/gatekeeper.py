@@ -114,6 +114,10 @@ def _echoing(send: Send, request_id: bytes) -> Send:
 
 
 def _has_key(headers: dict[bytes, bytes], key: str) -> bool:
-    given = headers.get(b"authorization", b"")
-    scheme, _, token = given.partition(b" ")
-    return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), key.encode())
+    """Whether the bearer token, or `x-api-key` as Anthropic's clients send it, is the key."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    bearer = token.strip() if scheme.lower() == b"bearer" else b""
+    wanted = key.encode()
+    return hmac.compare_digest(bearer, wanted) | hmac.compare_digest(
+        headers.get(b"x-api-key", b""), wanted
+    )

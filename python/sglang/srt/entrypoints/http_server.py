@@ -21,9 +21,10 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from sglang.srt.arg_groups.pipeline import run_resolution_pipeline
+from sglang.srt.entrypoints.anthropic.serving_messages import MESSAGES_PATH, anthropic_error
 from sglang.srt.entrypoints.front_end import FrontEnd
 from sglang.srt.entrypoints.gatekeeper import Gatekeeper, GateState
-from sglang.srt.entrypoints.http_io import ClientGone
+from sglang.srt.entrypoints.http_io import ClientGone, json_response
 from sglang.srt.entrypoints.openai.errors import error_response
 from sglang.srt.entrypoints.routes import Routes
 from sglang.srt.entrypoints.scheduler_client import SCHEDULER_MODULE
@@ -81,6 +82,8 @@ def _describe(app: FastAPI) -> None:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
+    if request.url.path.startswith(MESSAGES_PATH):
+        return json_response(anthropic_error(error), error.status)
     return error_response(error)
 
 

@@ -11,6 +11,8 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from sglang.srt.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from sglang.srt.entrypoints.anthropic.serving_messages import MESSAGES_PATH, MessagesServing
 from sglang.srt.entrypoints.front_end import HEALTH_TIMEOUT_SECONDS, FrontEnd
 from sglang.srt.entrypoints.http_io import (
     decode_body,
@@ -26,8 +28,10 @@ from sglang.srt.entrypoints.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from sglang.srt.entrypoints.openai.responses_protocol import ResponsesRequest
 from sglang.srt.entrypoints.openai.serving_chat import ChatServing
 from sglang.srt.entrypoints.openai.serving_completions import CompletionServing
+from sglang.srt.entrypoints.openai.serving_responses import ResponsesServing
 from sglang.srt.entrypoints.openai.serving_tokens import TokenServing
 from sglang.srt.managers.errors import RequestError, unavailable
 from sglang.version import __version__
@@ -52,6 +56,8 @@ class Routes:
         self._completions = CompletionServing(front_end)
         self._chat = ChatServing(front_end)
         self._native = NativeServing(front_end)
+        self._messages = MessagesServing(front_end, self._chat)
+        self._responses = ResponsesServing(front_end, self._chat)
         self._tokens = TokenServing(front_end, self._chat)
         self._created = int(time.time())
 
@@ -60,6 +66,10 @@ class Routes:
         both = ["GET", "POST"]
         self._add(app, "/v1/completions", self.completions, ["POST"], CompletionRequest)
         self._add(app, "/v1/chat/completions", self.chat, ["POST"], ChatCompletionRequest)
+        self._add(app, "/v1/responses", self.responses, ["POST"], ResponsesRequest)
+        self._add(app, MESSAGES_PATH, self.messages, ["POST"], MessagesRequest)
+        count_path = MESSAGES_PATH + "/count_tokens"
+        self._add(app, count_path, self.count_tokens, ["POST"], CountTokensRequest)
         self._add(app, "/generate", self.generate, both[1:], GenerateRequest)
         for prefix in ("", "/v1"):
             self._add(app, prefix + "/tokenize", self.tokenize, ["POST"], TokenizeRequest)
@@ -133,6 +143,27 @@ class Routes:
         if body.stream:
             return await stream_response(request, self._chat.stream(job))
         return json_response(await until_disconnect(request, self._chat.answer(job)))
+
+    async def responses(self, request: Request) -> Response:
+        """OpenAI responses, stateless."""
+        body = decode_body(await read_json(request), ResponsesRequest)
+        job = self._responses.prepare(body, rid=self._request_id(request))
+        if body.stream:
+            return await stream_response(request, self._responses.stream(body, job))
+        return json_response(await until_disconnect(request, self._responses.answer(body, job)))
+
+    async def messages(self, request: Request) -> Response:
+        """Anthropic messages."""
+        body = decode_body(await read_json(request), MessagesRequest)
+        job = self._messages.prepare(body, rid=self._request_id(request))
+        if body.stream:
+            return await stream_response(request, self._messages.stream(job))
+        return json_response(await until_disconnect(request, self._messages.answer(job)))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Prompt length of an Anthropic request."""
+        body = decode_body(await read_json(request), CountTokensRequest)
+        return json_response(self._messages.count_tokens(body))
 
     async def generate(self, request: Request) -> Response:
         """SGLang's native generation."""

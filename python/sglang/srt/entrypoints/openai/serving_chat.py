@@ -37,7 +37,7 @@ from sglang.srt.parser.tool_calls import (
 
 
 @dataclass
-class _Job:
+class ChatJob:
     """One checked request."""
 
     request: ChatCompletionRequest
@@ -47,6 +47,16 @@ class _Job:
     is_forced: bool
     inputs: list[GenerateReqInput]
     created: int = field(default_factory=lambda: int(time.time()))
+
+
+def parse_news(parser: ChatOutputParser, state: ReqState) -> list[Event]:
+    """Events for the text that is new; with the last text, what the parser still held."""
+    events: list[Event] = []
+    if text := state.detokenizer.take_delta():
+        events += parser.push(text)
+    if state.finish_reason is not None:
+        events += parser.finish(complete=state.finish_reason.type == "stop")
+    return _merge(events)
 
 
 class _Choice:
@@ -60,12 +70,7 @@ class _Choice:
 
     def deltas(self, state: ReqState) -> list[dict[str, Any]]:
         """OpenAI deltas for what is new."""
-        events: list[Event] = []
-        if text := state.detokenizer.take_delta():
-            events += self.parser.push(text)
-        if state.finish_reason is not None:
-            events += self.parser.finish(complete=state.finish_reason.type == "stop")
-        return [self._delta(event) for event in _merge(events)]
+        return [self._delta(event) for event in parse_news(self.parser, state)]
 
     def _delta(self, event: Event) -> dict[str, Any]:
         if isinstance(event, Content):
@@ -115,7 +120,7 @@ class ChatServing:
         if self._tool_format is None and front_end.template is not None:
             self._tool_format = parser_for_template(front_end.template.source)
 
-    def prepare(self, request: ChatCompletionRequest, *, rid: str | None) -> _Job:
+    def prepare(self, request: ChatCompletionRequest, *, rid: str | None) -> ChatJob:
         """Check a request and render its prompt. Raises: RequestError 400 naming the field."""
         self._check(request)
         rid = request.rid or rid or new_rid()
@@ -139,7 +144,7 @@ class ChatServing:
                 )
             own_rid = rid if request.n == 1 else f"{rid}-{choice}"
             inputs.append(self._input(request, own, prompt, own_rid))
-        return _Job(request, rid, prompt, tools, must_call, inputs)
+        return ChatJob(request, rid, prompt, tools, must_call, inputs)
 
     def render(self, request: ChatCompletionRequest, tools: list[dict[str, Any]]) -> str:
         """The prompt. Raises: RequestError 400."""
@@ -204,7 +209,7 @@ class ChatServing:
             field_names=self._names(request),
         )
 
-    def _parser(self, job: _Job) -> ChatOutputParser:
+    def _parser(self, job: ChatJob) -> ChatOutputParser:
         if job.is_forced:
             return ChatOutputParser(splitter=None, tools=ForcedCallsParser())
         splitter = None
@@ -219,7 +224,7 @@ class ChatServing:
 
     # --- whole answers --------------------------------------------------------------------
 
-    async def answer(self, job: _Job) -> dict[str, Any]:
+    async def answer(self, job: ChatJob) -> dict[str, Any]:
         """The reply once all sequences have ended."""
         with await self._manager.start(job.rid, job.inputs) as group:
             states = await group.finish()
@@ -228,7 +233,7 @@ class ChatServing:
         reply["usage"] = usage_of(states, n=job.request.n)
         return reply
 
-    def _whole_choice(self, job: _Job, state: ReqState) -> dict[str, Any]:
+    def _whole_choice(self, job: ChatJob, state: ReqState) -> dict[str, Any]:
         request = job.request
         progress = _Choice(self._parser(job))
         message = _join_deltas(progress.deltas(state))
@@ -243,7 +248,7 @@ class ChatServing:
             choice["token_ids"] = state.output_ids
         return choice
 
-    def _frame(self, job: _Job, kind: str) -> dict[str, Any]:
+    def _frame(self, job: ChatJob, kind: str) -> dict[str, Any]:
         return {
             "id": job.rid,
             "object": kind,
@@ -251,9 +256,19 @@ class ChatServing:
             "model": self._front.config.served_model_name,
         }
 
+    # --- for routes with another shape -----------------------------------------------------
+
+    async def events(self, job: ChatJob) -> AsyncGenerator[tuple[list[Event], ReqState], None]:
+        """What is new of the one sequence of `job`, as it comes. Raises: RequestError."""
+        parser = self._parser(job)
+        with await self._manager.start(job.rid, job.inputs) as group:
+            while news := await group.next_news():
+                (state,) = news
+                yield parse_news(parser, state), state
+
     # --- streams --------------------------------------------------------------------------
 
-    async def stream(self, job: _Job) -> AsyncGenerator[bytes, None]:
+    async def stream(self, job: ChatJob) -> AsyncGenerator[bytes, None]:
         """Server-sent events. An error after the first event becomes an event of its own."""
         request = job.request
         options = request.stream_options
@@ -288,7 +303,7 @@ class ChatServing:
         yield b"data: [DONE]\n\n"
 
     def _event(
-        self, job: _Job, choice: dict[str, Any], usage: dict[str, Any] | None, has_usage: bool
+        self, job: ChatJob, choice: dict[str, Any], usage: dict[str, Any] | None, has_usage: bool
     ) -> bytes:
         chunk = self._frame(job, "chat.completion.chunk")
         chunk["choices"] = [choice]
@@ -296,7 +311,7 @@ class ChatServing:
             chunk["usage"] = usage
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
-    def _greeting(self, job: _Job, state: ReqState) -> dict[str, Any]:
+    def _greeting(self, job: ChatJob, state: ReqState) -> dict[str, Any]:
         choice = {
             "index": state.index,
             "delta": {"role": "assistant", "content": ""},
@@ -307,7 +322,7 @@ class ChatServing:
             choice["prompt_token_ids"] = state.prompt_ids
         return choice
 
-    def _chunks(self, job: _Job, state: ReqState, progress: _Choice) -> list[dict[str, Any]]:
+    def _chunks(self, job: ChatJob, state: ReqState, progress: _Choice) -> list[dict[str, Any]]:
         """Choices of the chunks for what is new; log probabilities and ids ride on the first."""
         request = job.request
         deltas = progress.deltas(state)
