@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.state_sizing import (
     slots_per_request,
     solve,
 )
+from sglang.srt.mem_cache.track import TrackGrids, TrackPolicy
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.plan_cases import server_args
 
@@ -57,6 +58,32 @@ def test_slots_per_request(strategy, overlap, skip_off, skip_on):
     assert slots_per_request(
         radix_cache=False, extra_buffer=False, lazy=False, overlap=True, skip_decode_lock=False
     ) == 1  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overlap"),
+    [
+        ("no_buffer", False),
+        ("extra_buffer", False),
+        ("extra_buffer", True),
+        ("extra_buffer_lazy", False),
+        ("extra_buffer_lazy", True),
+    ],
+)
+def test_sizing_counts_what_requests_hold(strategy, overlap):
+    """Own slots, the matched prefix's state while it is locked, and the state being handed over."""
+    policy = TrackPolicy.resolve(
+        strategy=strategy,
+        grids=TrackGrids.resolve(page_size=1, track_interval=256),
+        overlap_schedule=overlap,
+    )
+    assert policy.slots_at_admission + 2 == slots_per_request(
+        radix_cache=True,
+        extra_buffer=strategy != "no_buffer",
+        lazy=policy.is_lazy,
+        overlap=overlap,
+        skip_decode_lock=False,
+    )
 
 
 def params(layers=30):
