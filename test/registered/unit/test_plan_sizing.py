@@ -71,13 +71,17 @@ def test_slots_per_request(strategy, overlap, skip_off, skip_on):
     ],
 )
 def test_sizing_counts_what_requests_hold(strategy, overlap):
-    """Own slots, the matched prefix's state while it is locked, and the state being handed over."""
+    """Own slots, the matched prefix's state while it is locked, and the state being handed over.
+
+    The second entry of a lazy pair is taken near a boundary and only if a slot is free.
+    """
     policy = TrackPolicy.resolve(
         strategy=strategy,
         grids=TrackGrids.resolve(page_size=1, track_interval=256),
         overlap_schedule=overlap,
     )
-    assert policy.slots_at_admission + 2 == slots_per_request(
+    eager_entries = policy.num_entries - int(policy.is_lazy)
+    assert 1 + eager_entries + 2 == slots_per_request(
         radix_cache=True,
         extra_buffer=strategy != "no_buffer",
         lazy=policy.is_lazy,
