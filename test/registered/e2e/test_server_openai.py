@@ -202,7 +202,8 @@ SAY = {
 
 @pytest.mark.parametrize("width", [1, 7])
 def test_reasoning_and_tools(tmp_path, width):
-    """Catches parsers that are not wired to the route, in whole answers and streams."""
+    """Catches parsers that are not wired to the route, in whole answers and streams, and a stop
+    string that is cut before the split or after it (F86)."""
     model = write_front_end_model(tmp_path)
     script = [*Tokenizer(model).encode(ANSWER), IM_END]
     options = {"script": script, "width": width, "max_req_input_len": 400}
@@ -231,6 +232,13 @@ def test_reasoning_and_tools(tmp_path, width):
         assert (content, reasoning) == ("Ok.", "hm")
         assert json.loads(arguments) == {"text": "hé"}
         assert chunk.choices[0].finish_reason == "tool_calls"
+        body["stop"] = ["say>", "k."]
+        whole = client.chat.completions.create(**body).choices[0]
+        assert (whole.message.content, whole.finish_reason) == ("O", "stop")
+        assert (whole.message.reasoning_content, whole.matched_stop) == ("hm", "k.")
+        deltas = [c.choices[0].delta for c in client.chat.completions.create(**body, stream=True)]
+        assert "".join(delta.content or "" for delta in deltas) == "O"
+        body.pop("stop")
         forced = body | {"tool_choice": {"type": "function", "function": {"name": "say"}}}
         client.chat.completions.create(**forced)
         assert "json_schema" in server.counts()["seen"][-1]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 import sglang
@@ -141,7 +142,11 @@ class SchedulerClient:
                 frame = self._pull.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = decode_from_scheduler(frame)
+            try:
+                message = decode_from_scheduler(frame)
+            except msgspec.MsgspecError:
+                logger.exception("a message from the scheduler cannot be read; it is dropped")
+                continue
             if isinstance(message, FatalErrorOutput):
                 self._last_words = message.message
             self._on_message(message)

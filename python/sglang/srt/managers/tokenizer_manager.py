@@ -187,7 +187,11 @@ class TokenizerManager:
         self.last_seen = time.monotonic()
         if isinstance(message, BatchTokenIDOutput):
             for out in message.items:
-                self._handle_output(out, self.last_seen)
+                try:
+                    self._handle_output(out, self.last_seen)
+                except Exception:  # a fault in one request must not reach the others
+                    logger.exception("request %s failed in the front end", out.rid)
+                    self._fail(out.rid)
             if message.stats is not None:
                 self.stats = message.stats
                 self.metrics.on_stats(message.stats)
@@ -204,7 +208,7 @@ class TokenizerManager:
 
     def _handle_output(self, out: TokenOutput, now: float) -> None:
         entry = self._running.get(out.rid)
-        if entry is None:
+        if entry is None:  # abandoned meanwhile
             return
         state, group = entry
         state.update(out)
@@ -212,12 +216,20 @@ class TokenizerManager:
             self._measure(state, out, now)
         if state.finish_reason is not None:
             state.finished_at = now
-            del self._running[out.rid]
             aborted = state.finish_reason.type == "abort"
             self.metrics.on_end(seconds=state.e2e_latency_s, aborted=aborted)
             state.error = _refused(state)
             if self.config.log_requests:
                 logger.info("request %s", json.dumps(_summary(state)))
+            del self._running[out.rid]
+        group.notify(state)
+
+    def _fail(self, rid: str) -> None:
+        """End one request with a 500, here and in the scheduler."""
+        state, group = self._running.pop(rid)
+        state.error = RequestError("internal error; the server's log has the details", status=500)
+        if state.finish_reason is None:
+            self._link.send(AbortReq(rid, reason="internal error"))
         group.notify(state)
 
     def _measure(self, state: ReqState, out: TokenOutput, now: float) -> None:
