@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from sglang.bundled import resolve_model_path
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.linear.utils import select_linear_attn_backends
 from sglang.srt.managers.finish import Decode
 from sglang.srt.managers.request_factory import RequestFactory
 from sglang.srt.managers.schedule_policy import PrefillPolicy
@@ -17,6 +19,8 @@ from sglang.srt.managers.scheduler import Scheduler, Send
 from sglang.srt.managers.scheduler_metrics import SchedulerMetrics
 from sglang.srt.managers.tokenizer import Tokenizer
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.hicache.build import HostTierSettings, build_host_tier
+from sglang.srt.mem_cache.hierarchical_cache import HierarchicalCache
 from sglang.srt.mem_cache.memory_plan import (
     MemoryPlan,
     Pools,
@@ -77,6 +81,13 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
         dtype=getattr(torch, args.dtype),
         batch_invariant=args.enable_deterministic_inference,
         show_progress=sys.stderr.isatty(),
+        max_step_rows=plan.max_running_requests * (plan.draft_tokens or 1),
+        linear_backends=select_linear_attn_backends(
+            args.linear_attn_backend,
+            decode=args.linear_attn_decode_backend,
+            prefill=args.linear_attn_prefill_backend,
+            verify=args.linear_attn_verify_backend,
+        ),
     )
     drafter, accept_rule = build_speculation(args, runner, pools)
     draft_token_num = drafter.draft_token_num if drafter else 1
@@ -148,9 +159,39 @@ def _build_memory(
             free_kv=pools.token_allocator.free,
             free_state=pools.req_pool.mamba_allocator.free,
         )
+    host = _build_host_tier(args, pools, tree) if args.enable_hierarchical_cache else None
     slots = RequestSlots(pools.req_pool)
-    memory = RequestMemory(slots=slots, allocator=pools.token_allocator, tree=tree, policy=policy)
+    memory = RequestMemory(
+        slots=slots, allocator=pools.token_allocator, tree=tree, policy=policy, host=host
+    )
     return memory, policy
+
+
+def _build_host_tier(args: ServerArgs, pools: Pools, tree: RadixCache) -> HierarchicalCache:
+    storage_dir = None
+    if args.hicache_storage_backend == "file":
+        default = Path.home() / ".cache" / "sglang-lossless" / "hicache"
+        storage_dir = Path(args.hicache_storage_dir or default)
+    folder = Path(resolve_model_path(args.model_path))
+    drafts = [pools.draft_kv_pool] if pools.draft_kv_pool is not None else []
+    return build_host_tier(
+        tree=tree,
+        kv_pools=[pools.kv_pool, *drafts],
+        mamba_pool=pools.req_pool.mamba_pool,
+        settings=HostTierSettings(
+            ratio=args.hicache_ratio,
+            size_gb=args.hicache_size,
+            write_policy=args.hicache_write_policy,
+            storage_dir=storage_dir,
+            identity={
+                "config": (folder / "config.json").read_text(),
+                "dtype": args.dtype,
+                "draft": args.speculative_draft_model_path,
+                "algorithm": args.speculative_algorithm,
+            },
+            weight_files=sorted(folder.glob("*.safetensors")),
+        ),
+    )
 
 
 def _load_decode(args: ServerArgs) -> Decode | None:

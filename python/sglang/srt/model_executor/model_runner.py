@@ -7,12 +7,10 @@ import logging
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
-from sglang.srt.layers.attention.linear.cpu_gdn_backend import CpuGDNBackend
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.linear.utils import LinearAttnBackends
 from sglang.srt.mem_cache.memory_plan import Pools
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MHATokenToKVPool
+from sglang.srt.model_executor.backends import build_attention_backend, build_target_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, LogitsOutput
 from sglang.srt.model_loader.loader import load_weights
 from sglang.srt.models.registry import build_draft_model, build_model
@@ -35,13 +33,22 @@ class ModelRunner:
         dtype: torch.dtype,
         batch_invariant: bool,
         show_progress: bool,
+        max_step_rows: int,
+        linear_backends: LinearAttnBackends,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.model_config = model_config
         self.req_pool: HybridReqToTokenPool = pools.req_pool
         self.kv_pool: MHATokenToKVPool = pools.kv_pool
-        self.attn_backend = _target_backend(model_config, pools)
+        self.max_step_rows = max_step_rows
+        self.attn_backend = build_target_backend(
+            model_config,
+            pools,
+            device=device,
+            max_step_rows=max_step_rows,
+            linear_backends=linear_backends,
+        )
         self.model = build_model(
             model_config,
             device=device,
@@ -71,7 +78,14 @@ class DraftModelRunner:
     ) -> None:
         self.dtype = target.dtype
         self.hidden_size = target.model_config.hidden_size
-        self.attn_backend: AttentionBackend = TorchNativeAttnBackend(req_pool, kv_pool)
+        self.attn_backend = build_attention_backend(
+            req_pool,
+            kv_pool,
+            device=target.device,
+            max_step_rows=target.max_step_rows,
+            num_heads=target.model_config.num_attention_heads,
+            head_dim=target.model_config.head_dim,
+        )
         self.model = build_draft_model(
             target.model_config,
             target=target.model,
@@ -86,11 +100,3 @@ class DraftModelRunner:
         """Run the draft model; only its KV pool changes."""
         self.attn_backend.init_forward_metadata(fb)
         return self.model.forward(fb)
-
-
-def _target_backend(model_config: ModelConfig, pools: Pools) -> HybridLinearAttnBackend:
-    return HybridLinearAttnBackend(
-        TorchNativeAttnBackend(pools.req_pool, pools.kv_pool),
-        CpuGDNBackend(pools.req_pool),
-        list(model_config.full_attention_layer_ids),
-    )
