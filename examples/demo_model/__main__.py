@@ -69,6 +69,13 @@ def _parser() -> argparse.ArgumentParser:
                 action="store_true",
                 help="train only drafters, for the target that --out already holds",
             )
+            command.add_argument(
+                "--drafters",
+                nargs="+",
+                choices=tuple(DRAFT_NAMES),
+                default=list(DRAFT_NAMES),
+                help="drafters to train; --out must already hold the others",
+            )
     return parser
 
 
@@ -97,7 +104,7 @@ def _train(options: argparse.Namespace, plan: Plan, corpus: Corpus, device: Devi
     if not options.keep_target:
         train_mtp(model, text, plan, progress, device)
         print(f"wrote {export_target(model, corpus, out)}", flush=True)
-    for kind in DRAFT_NAMES:
+    for kind in options.drafters:
         drafter = train_drafter(kind, model, text, plan, seed, progress, device)
         print(f"wrote {export_drafter(drafter, out)}", flush=True)
 
@@ -119,6 +126,10 @@ def _command_line(options: argparse.Namespace) -> str:
         parts.append("--smoke")
     if options.scale != 1.0:
         parts.append(f"--scale {options.scale}")
+    if options.keep_target:
+        parts.append("--keep-target")
+    if len(options.drafters) < len(DRAFT_NAMES):
+        parts.append(f"--drafters {' '.join(options.drafters)}")
     return " ".join(parts)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from examples.demo_model.chat_data import build_examples
+from examples.demo_model.chat_data import Example, build_examples
 from examples.demo_model.errors import DemoModelError
 from examples.demo_model.extract import documents
 from examples.demo_model.sources import SOURCES, fetch
@@ -70,6 +70,21 @@ def build(directory: Path) -> None:
             (held_out if _is_held_out(name) else train[source.name]).append(text)
 
     tokenizer = train_tokenizer(text for texts in train.values() for text in texts)
+    paragraphs = _answer_paragraphs(train)
+    examples = build_examples(unpacked["dialogue"], paragraphs, random.Random(0))
+    packages = {source.name: _package_file(directory, source.name) for source in SOURCES}
+    write_tokens(directory, tokenizer, train, held_out, examples, packages)
+
+
+def write_tokens(
+    directory: Path,
+    tokenizer: Tokenizer,
+    train: dict[str, list[str]],
+    held_out: list[str],
+    examples: list[Example],
+    packages: dict[str, str],
+) -> None:
+    """Tokenise documents (by source name) and conversations into ``directory/tokens``."""
     scratch = directory / ".tokens.partial"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -80,14 +95,13 @@ def build(directory: Path) -> None:
         tokens.tofile(scratch / f"train_{name}.bin")
         streams[name] = len(tokens)
     _encode_documents(tokenizer, held_out).tofile(scratch / "held_out.bin")
-    chat_manifest = _write_chat(tokenizer, unpacked["dialogue"], train, scratch)
     manifest = {
         "format": FORMAT,
         "tokenizer_sha256": _digest(scratch / "tokenizer.json"),
         "train_tokens": streams,
         "held_out_bytes": sum(len(text.encode()) for text in held_out),
-        "packages": {s.name: _package_file(directory, s.name) for s in SOURCES},
-        **chat_manifest,
+        "packages": packages,
+        **_write_chat(tokenizer, examples, scratch),
     }
     (scratch / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     target = directory / "tokens"
@@ -178,17 +192,20 @@ def _encode_documents(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     return np.array(ids, dtype=np.uint16)
 
 
-def _write_chat(
-    tokenizer: Tokenizer, dialogue: Path, train: dict[str, list[str]], directory: Path
-) -> dict[str, object]:
-    paragraphs = [
+def _answer_paragraphs(train: dict[str, list[str]]) -> list[str]:
+    """Prose of a length that suits an answer."""
+    return [
         paragraph
         for name in ("austen", "moby_dick", "bible", "postgresql", "python", "sqlite")
         for text in train[name]
         for paragraph in text.split("\n\n")
         if 150 < len(paragraph) < 700
     ]
-    examples = build_examples(dialogue, paragraphs, random.Random(0))
+
+
+def _write_chat(
+    tokenizer: Tokenizer, examples: list[Example], directory: Path
+) -> dict[str, object]:
     ids: list[int] = []
     mask: list[int] = []
     starts: list[int] = []

@@ -1,19 +1,23 @@
-"""Tiny random checkpoints: real names and shapes, layouts that agree, errors that say what to do."""
+"""Tiny random checkpoints: real names and shapes, agreeing layouts, errors that say what to do."""
 
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from sglang.test.checkpoints.quantize import dequantize_blockwise, quantize_blockwise
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.make_checkpoint import (
+    CheckpointError,
+    default_geometry,
+    main,
+    make_checkpoint,
+)
 
-register_cpu_ci(est_time=30, suite="unit")
-
-import json  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from safetensors import safe_open  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-
-from sglang.test.checkpoints.quantize import dequantize_blockwise, quantize_blockwise  # noqa: E402
-from sglang.test.make_checkpoint import CheckpointError, main, make_checkpoint  # noqa: E402
+register_cpu_ci(est_time=20, suite="unit")
 
 TEXT_CLASSES = {
     "qwen3_5": "Qwen3_5ForCausalLM",
@@ -102,7 +106,7 @@ def test_fp8_scales_have_the_block_shape(arch: str, tmp_path: Path) -> None:
     exact = _tensors(
         make_checkpoint(
             tmp_path / "e", arch=arch, dtype="fp32", seed=2, moe_layout="per-expert",
-            geometry=_fp8_geometry(),
+            geometry=default_geometry("fp8"),
         )
     )  # fmt: skip
     quantised = [name for name, value in tensors.items() if value.dtype == torch.float8_e4m3fn]
@@ -121,12 +125,6 @@ def test_fp8_scales_have_the_block_shape(arch: str, tmp_path: Path) -> None:
         error = (restored - exact[name]).norm() / exact[name].norm()
         assert error < 0.04, (name, error)
     assert {n for n in tensors if not n.endswith("weight_scale_inv")} == set(exact)
-
-
-def _fp8_geometry():
-    from sglang.test.make_checkpoint import default_geometry
-
-    return default_geometry("fp8")
 
 
 def test_quantize_uses_one_scale_per_block() -> None:
