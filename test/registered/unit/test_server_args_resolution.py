@@ -117,6 +117,18 @@ def test_lossless_verify_is_checked_after_speculation():
             {"mamba_radix_cache_strategy": "extra_buffer", "disable_radix_cache": True},
             "--mamba-radix-cache-strategy extra_buffer needs the prefix cache",
         ),
+        (
+            {"hicache_ratio": 3.0},
+            "--hicache-ratio 3.0 needs --enable-hierarchical-cache",
+        ),
+        (
+            {"enable_hierarchical_cache": True, "disable_radix_cache": True},
+            "--enable-hierarchical-cache keeps what the prefix cache evicts",
+        ),
+        (
+            {"enable_hierarchical_cache": True, "hicache_storage_dir": "d"},
+            "--hicache-storage-dir d needs --hicache-storage-backend file",
+        ),
         ({"linear_lossless_commit": "deferred"}, "--linear-lossless-commit deferred"),
         ({"grpc_mode": True}, "--grpc-mode: gRPC is not served"),
     ],

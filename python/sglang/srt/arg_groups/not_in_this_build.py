@@ -42,7 +42,6 @@ class MissingTogether:
 
 _ONE_DEVICE = "this build runs a model on one device; leave it at 1"
 _NO_PD = "this build serves whole requests; leave --disaggregation-mode at null"
-_NO_HOST_TIER = "this build keeps prefixes in device memory only; leave it out"
 _NO_FLASHINFER = "this build's GPU kernels are its own; use triton"
 
 NOT_IN_THIS_BUILD: dict[str, Missing] = {
@@ -65,12 +64,6 @@ NOT_IN_THIS_BUILD: dict[str, Missing] = {
     "speculative_draft_model_quantization": Missing(
         "a draft's config.json says how its weights are stored; leave it out"
     ),
-    "enable_hierarchical_cache": Missing(_NO_HOST_TIER),
-    "hicache_ratio": Missing(_NO_HOST_TIER),
-    "hicache_size": Missing(_NO_HOST_TIER),
-    "hicache_write_policy": Missing(_NO_HOST_TIER),
-    "hicache_storage_backend": Missing(_NO_HOST_TIER),
-    "hicache_storage_dir": Missing(_NO_HOST_TIER),
     "enable_unified_memory": Missing(
         "KV and recurrent state have separate pools in this build; leave it out and use "
         "--mamba-full-memory-ratio to divide the memory"

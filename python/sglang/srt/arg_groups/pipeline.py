@@ -19,6 +19,7 @@ from sglang.srt.arg_groups.basic_hook import (
     handle_page_and_chunk,
 )
 from sglang.srt.arg_groups.check_values import check_values
+from sglang.srt.arg_groups.hicache_hook import handle_hierarchical_cache
 from sglang.srt.arg_groups.mamba_hook import handle_mamba_radix_cache
 from sglang.srt.arg_groups.model_hook import handle_model
 from sglang.srt.arg_groups.not_in_this_build import refuse_what_is_not_in_this_build
@@ -47,6 +48,7 @@ STEPS: tuple[Hook, ...] = (
     handle_page_and_chunk,
     handle_speculative_decoding,
     handle_mamba_radix_cache,
+    handle_hierarchical_cache,
     handle_cuda_graphs,
     # After speculation, because topk is final only there.
     validate_linear_lossless_verify,
