@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sglang.kernels.ops.cpu import gemm
+from sglang.kernels.ops.cpu.memory import weight_zeros
 
 PANEL_ROWS = 64  # output rows per packed panel; csrc/gemm.h reads the same number
 
@@ -57,10 +58,14 @@ class Linear(nn.Module):
 
 def padded_storage(rows: int, cols: int, *, device: torch.device, dtype: torch.dtype) -> Tensor:
     """[rows rounded up to a whole panel on the CPU, cols], zero beyond ``rows``."""
-    padded = -(-rows // PANEL_ROWS) * PANEL_ROWS if device.type == "cpu" else rows
-    storage = torch.empty((padded, cols), dtype=dtype, device=device)
-    storage[rows:].zero_()
-    return storage
+    shape = (padded_rows(rows, device), cols)
+    if device.type == "cpu":
+        return weight_zeros(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def padded_rows(rows: int, device: torch.device) -> int:
+    return -(-rows // PANEL_ROWS) * PANEL_ROWS if device.type == "cpu" else rows
 
 
 def plain_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sglang.kernels.ops.cpu import gemm
-from sglang.srt.layers.linear import Linear, padded_storage, plain_linear
+from sglang.srt.layers.linear import Linear, padded_rows, padded_storage, plain_linear
 from sglang.srt.layers.mlp import DenseMLP
 
 
@@ -29,13 +29,11 @@ class Experts(nn.Module):
         super().__init__()
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        up_rows = padded_storage(2 * intermediate_size, 1, device=device, dtype=dtype).shape[0]
-        down_rows = padded_storage(hidden_size, 1, device=device, dtype=dtype).shape[0]
-        self.gate_up_storage = torch.zeros(
-            (num_experts, up_rows, hidden_size), dtype=dtype, device=device
+        self.gate_up_storage = _per_expert(
+            num_experts, 2 * intermediate_size, hidden_size, device=device, dtype=dtype
         )
-        self.down_storage = torch.zeros(
-            (num_experts, down_rows, intermediate_size), dtype=dtype, device=device
+        self.down_storage = _per_expert(
+            num_experts, hidden_size, intermediate_size, device=device, dtype=dtype
         )
         self.gate_up = nn.Parameter(
             self.gate_up_storage[:, : 2 * intermediate_size], requires_grad=False
@@ -75,6 +73,15 @@ class Experts(nn.Module):
         if self.packed:
             return gemm.packed_linear(x, storage, weight.shape[0])
         return plain_linear(x, weight)
+
+
+def _per_expert(
+    num_experts: int, rows: int, cols: int, *, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """[E, rows padded to whole panels on the CPU, cols]."""
+    padded = padded_rows(rows, device)
+    flat = padded_storage(num_experts * padded, cols, device=device, dtype=dtype)
+    return flat.view(num_experts, padded, cols)
 
 
 class SparseMoE(nn.Module):

@@ -39,7 +39,7 @@ constexpr int kMaxRows = 6, kTileVecs = 4;
 #else
 constexpr int kMaxRows = 4, kTileVecs = 1;
 #endif
-constexpr int64_t kAheadRows = 16;  // prefetch distance within a panel, measured
+constexpr int64_t kAheadBytes = 6144;  // prefetch distance within a panel, measured
 
 template <int R, int NV, class W>
 static inline void tile(const float* x, int64_t ldx, const W* panel, int first, int64_t cols,
@@ -89,9 +89,9 @@ enum Epilogue { kStore, kAdd };
 
 // Rows [row0, row1) of one panel: y = or y += x w^T + bias.
 template <class W>
-static void panel_block(const Linear& linear, int64_t panel, const float* x, int64_t ldx, float* y,
-                        int64_t ldy, int64_t row0, int64_t row1, Epilogue epilogue) {
-  const W* w = static_cast<const W*>(linear.weight) + panel * kPanel * linear.cols;
+static void panel_block(const Linear& linear, const W* w, int64_t panel, const float* x,
+                        int64_t ldx, float* y, int64_t ldy, int64_t row0, int64_t row1,
+                        Epilogue epilogue) {
   const int64_t n0 = panel * kPanel;
   const int width = int(linear.rows - n0 < kPanel ? linear.rows - n0 : kPanel);
   alignas(64) float out[kMaxRows * kPanel];
@@ -100,8 +100,8 @@ static void panel_block(const Linear& linear, int64_t panel, const float* x, int
   for (int64_t t = row0; t < row1; --blocks) {
     const int rows = int((row1 - t + blocks - 1) / blocks);
     // With several blocks a panel is in cache after the first; the last one fetches the next panel.
-    const int64_t distance = several && blocks == 1 ? linear.cols : kAheadRows;
-    panel_rows(x + t * ldx, ldx, rows, w, linear.cols, kPanel * distance, out);
+    const int64_t distance = several && blocks == 1 ? kPanel * linear.cols : kAheadBytes / int64_t(sizeof(W));
+    panel_rows(x + t * ldx, ldx, rows, w, linear.cols, distance, out);
     for (int r = 0; r < rows; ++r) {
       float* to = y + (t + r) * ldy + n0;
       const float* from = out + r * kPanel;
@@ -117,6 +117,15 @@ static void panel_block(const Linear& linear, int64_t panel, const float* x, int
 
 constexpr int64_t kRowTile = 192;  // rows whose inputs stay in the second-level cache, a guess
 
+constexpr int64_t kWidenRows = 24;  // from here on a bf16 panel is widened once, not per row block
+
+static const float* widened(const bf16* panel, int64_t cols) {
+  static thread_local std::vector<float> memory;
+  if (int64_t(memory.size()) < kPanel * cols) memory.resize(kPanel * cols);
+  for (int64_t i = 0; i < kPanel * cols; i += kLanes) store(memory.data() + i, load(panel + i));
+  return memory.data();
+}
+
 static void linear(const Linear& weights, const float* x, int64_t ldx, int64_t rows, float* y,
                    int64_t ldy, Epilogue epilogue) {
   const int64_t panels = (weights.rows + kPanel - 1) / kPanel;
@@ -126,10 +135,17 @@ static void linear(const Linear& weights, const float* x, int64_t ldx, int64_t r
   parallel_for(int(panels * tiles), std::max(bytes / 25e3, flops / 80e3), [&](int index) {
     int64_t row0 = (index / panels) * kRowTile, panel = index % panels;
     int64_t row1 = row0 + kRowTile < rows ? row0 + kRowTile : rows;
-    if (weights.is_bf16)
-      panel_block<bf16>(weights, panel, x, ldx, y, ldy, row0, row1, epilogue);
+    const int64_t at = panel * kPanel * weights.cols;
+    if (!weights.is_bf16) {
+      const float* w = static_cast<const float*>(weights.weight) + at;
+      panel_block(weights, w, panel, x, ldx, y, ldy, row0, row1, epilogue);
+      return;
+    }
+    const bf16* w = static_cast<const bf16*>(weights.weight) + at;
+    if (row1 - row0 > kWidenRows)
+      panel_block(weights, widened(w, weights.cols), panel, x, ldx, y, ldy, row0, row1, epilogue);
     else
-      panel_block<float>(weights, panel, x, ldx, y, ldy, row0, row1, epilogue);
+      panel_block(weights, w, panel, x, ldx, y, ldy, row0, row1, epilogue);
   });
 }
 
