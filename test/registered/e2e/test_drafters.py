@@ -115,6 +115,54 @@ def test_sampled_text_repeats_with_the_seed(target, drafts, plain, name):
         assert first == plain[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("mtp", "speculative_use_rejection_sampling"),
+        ("mtp", "speculative_use_block_verification"),
+        ("dflash", "speculative_use_block_verification"),
+        ("dflash2", "speculative_use_block_verification"),
+        ("dspark", "speculative_use_block_verification"),
+    ],
+)
+def test_every_rule_serves_greedy_and_sampled_requests_together(target, drafts, plain, name, flag):
+    """F72: greedy requests keep the plain text beside sampled ones, whose text repeats."""
+    options = {flag: True, "enable_linear_lossless_verify": True}
+    if name == "mtp":
+        engine = InProcessEngine(
+            target, speculative_algorithm="NEXTN", max_running_requests=8, page_size=64, **options
+        )
+    else:
+        engine = block_engine(target, drafts, name, **options)
+    sampled = []
+    for _ in range(2):
+        rids = []
+        for i, text in enumerate(prompts()):
+            temperature = 0.0 if i % 2 else 0.8
+            rids.append(
+                engine.submit(
+                    text,
+                    max_new_tokens=24,
+                    ignore_eos=True,
+                    temperature=temperature,
+                    sampling_seed=9,
+                )
+            )
+        engine.run()
+        got = [engine.ids(rid) for rid in rids]
+        assert got[1::2] == plain[0][1::2]
+        sampled.append(got[::2])
+    assert sampled[0] == sampled[1]
+
+
+def test_greedy_draft_mode_of_dspark_keeps_the_text_of_a_seed(target, drafts, plain, monkeypatch):
+    """SGLANG_DSPARK_USE_GREEDY_DRAFT: drafts are certain, so the target's own draws decide."""
+    monkeypatch.setenv("SGLANG_DSPARK_USE_GREEDY_DRAFT", "1")
+    engine = block_engine(target, drafts, "dspark")
+    options = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.9, "sampling_seed": 5}
+    assert engine.generate(prompts(), **options) == plain[1]
+
+
 def reference(directory, target):
     weights = load_file(f"{target}/model.safetensors")
     return DraftReference(

@@ -12,8 +12,8 @@ from sglang.srt.arg_groups.speculative_hook import MTP_ALGORITHMS
 from sglang.srt.configs.draft_config import DraftConfig
 from sglang.srt.configs.model_config import find_config_file
 from sglang.srt.environ import envs
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_plan import Pools
+from sglang.srt.model_executor.backends import build_attention_backend
 from sglang.srt.model_executor.model_runner import DraftModelRunner, ModelRunner
 from sglang.srt.model_loader.loader import load_weights
 from sglang.srt.models.dflash import DFlashDraftModel
@@ -119,7 +119,14 @@ def _build_block(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
         mask_token_id=mask_token_id,
         device=runner.device,
         dtype=runner.dtype,
-        attn_backend=TorchNativeAttnBackend(pools.req_pool, pools.draft_kv_pool),
+        attn_backend=build_attention_backend(
+            pools.req_pool,
+            pools.draft_kv_pool,
+            device=runner.device,
+            max_step_rows=runner.max_step_rows,
+            num_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+        ),
     )
     load_weights(model, config.model_path, progress=sys.stderr.isatty())
     block_runner = BlockRunner(model, req_pool=pools.req_pool, kv_pool=pools.draft_kv_pool)
