@@ -269,6 +269,35 @@ def test_adaptive_widths_size_every_buffer_for_the_widest(tmp_path):
     assert shapes["state.intermediate_ssm_u"][2] == 8
 
 
+def test_drafts_and_graphs_are_paid_before_pools_are_sized():
+    """Catches pools that take the room of draft weights or of captured graphs."""
+    config = model("Qwen3.6-35B-A3B-FP8")
+    flags = {"max_mamba_cache_size": 40, "max_running_requests": 8}
+    drafted = plan(config, mem_fraction_static=0.8, **flags)
+    ngram = plan(config, mem_fraction_static=0.8, speculative_algorithm="NGRAM", **flags)
+    assert drafted.draft_weight_bytes == 853_668_480 and ngram.draft_weight_bytes == 0
+    assert drafted.max_total_num_tokens < ngram.max_total_num_tokens
+    few = plan(config, cuda_graph_bs=[1], **flags)
+    many = plan(config, cuda_graph_bs=list(range(1, 257)), **flags)
+    names = [line.name for line in many.reserves]
+    assert "graph capture" in names and "activations" in names
+    assert many.max_total_num_tokens < few.max_total_num_tokens
+
+
+def test_unresolved_arguments_are_refused():
+    with pytest.raises(MemoryPlanError, match="not resolved"):
+        plan(model("Qwen3.6-35B-A3B"), page_size=None)
+
+
+def test_without_a_prefix_cache_a_default_concurrency_does_not_size_the_pool():
+    """Nobody asked for 128 requests, so the budget decides; asking for them does."""
+    flags = {"disable_radix_cache": True, "speculative_algorithm": None}
+    made = plan(model("Qwen3.6-35B-A3B-FP8"), 40, max_running_requests=None, **flags)
+    assert made.sizing_branch == 3 and made.max_running_requests < 128
+    asked = plan(model("Qwen3.6-35B-A3B-FP8"), 80, max_running_requests=12, **flags)
+    assert asked.sizing_branch == 2 and asked.max_mamba_cache_size == 12
+
+
 def test_a_deferred_commit_needs_a_longer_ring():
     """Accepted tuples wait there for the next verify: two of the widest verifies must fit."""
     flags = {"enable_linear_lossless_verify": True, "linear_lossless_commit": "deferred"}

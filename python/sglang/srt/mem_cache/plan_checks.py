@@ -42,7 +42,7 @@ def static_fraction(inputs: PlanInputs, reserves: tuple[ReserveLine, ...]) -> fl
 
 def least_tokens(inputs: PlanInputs) -> int:
     """Fewest KV tokens with which anything can run: one prompt token and one step's tail."""
-    page = inputs.args.page_size
+    page = inputs.page_size
     return -(-(1 + inputs.draft.tail_tokens) // page) * page
 
 
@@ -67,7 +67,7 @@ def check_fits(
     if args.max_total_tokens is not None and args.max_total_tokens < least:
         raise MemoryPlanError(
             f"--max-total-tokens {args.max_total_tokens} holds no request: a page of "
-            f"{args.page_size} tokens and one step need {least}; raise it"
+            f"{inputs.page_size} tokens and one step need {least}; raise it"
         )
     if state.slots < inputs.ratio and state.branch != 3:
         raise MemoryPlanError(
@@ -112,7 +112,7 @@ def _one_request(inputs: PlanInputs, costs: StateCosts) -> int:
 
 def _enough(inputs: PlanInputs, costs: StateCosts, division: Division, budget: Budget) -> int:
     """Static bytes with which the same flags would run one request."""
-    kv = (least_tokens(inputs) + inputs.args.page_size) * inputs.bytes_per_token
+    kv = (least_tokens(inputs) + inputs.page_size) * inputs.bytes_per_token
     if division.state.branch != 3:
         return budget.fixed + division.state.charged + kv
     share = _share(inputs)

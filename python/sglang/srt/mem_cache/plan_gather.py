@@ -10,6 +10,7 @@ from sglang.srt.configs.model_config import FULL_ATTENTION, LINEAR_ATTENTION, Mo
 from sglang.srt.mem_cache.plan_inputs import (
     DraftNeeds,
     KVGeometry,
+    MemoryPlanError,
     draft_needs,
     kv_geometry,
     request_slot_ratio,
@@ -49,6 +50,7 @@ class PlanInputs:
     kv: KVGeometry
     weight_bytes: int
     max_running: int
+    page_size: int
     row_tokens: int
     track_entries: int
     ratio: int
@@ -103,10 +105,15 @@ class PlanInputs:
 def gather(
     model: ModelConfig, args: ServerArgs, memory: int, draft_config: DraftConfig | None
 ) -> PlanInputs:
+    page = args.page_size
+    if page is None or "auto" in (args.device, args.dtype):
+        raise MemoryPlanError(
+            "the server arguments are not resolved: run_resolution_pipeline decides --page-size, "
+            "--device and --dtype"
+        )
     draft_tokens = args.max_speculative_num_draft_tokens()
     draft = draft_needs(model, draft_config, args, draft_tokens)
     context = args.context_length or model.max_position_embeddings
-    page = args.page_size
     row_tokens = -(-(context + draft.tail_tokens + ROW_SLACK) // page) * page
     topk = args.speculative_eagle_topk
     extra_buffer = args.mamba_radix_cache_strategy in ("extra_buffer", "extra_buffer_lazy")
@@ -125,6 +132,7 @@ def gather(
         kv=kv_geometry(model, args, stage_counts(model, args.pp_size, FULL_ATTENTION)),
         weight_bytes=target_weight_size(model, args).nbytes,
         max_running=args.max_running_requests or DEFAULT_MAX_RUNNING.get(args.device, 128),
+        page_size=page,
         row_tokens=row_tokens,
         track_entries=num_track_entries(
             extra_buffer=extra_buffer and not args.disable_radix_cache,

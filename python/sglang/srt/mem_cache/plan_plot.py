@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -115,7 +116,8 @@ def draw(model: ModelConfig, args: ServerArgs, memory: int, path: str) -> None:
             title="max_total_num_tokens",
             xlabel=xlabel,
         )
-    figure.suptitle(f"{args.model_path}: {memory / GIB:g} GiB per device")
+    name = Path(args.model_path).name
+    figure.suptitle(f"{name}: {memory / GIB:g} GiB per device")
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

@@ -91,6 +91,7 @@ def _divide(inputs: PlanInputs, costs: StateCosts, rest: int) -> Division:
         radix_cache=not args.disable_radix_cache,
         full_memory_ratio=0.9 if ratio is None else ratio,
         slot_limit=limit,
+        running_is_default=args.max_running_requests is None,
     )
     if args.enable_linear_lossless_verify and costs.has_scratch:
         return divide_lossless(costs, inputs.charged_row(SNAPSHOTS), request, rest)
@@ -99,7 +100,7 @@ def _divide(inputs: PlanInputs, costs: StateCosts, rest: int) -> Division:
 
 def _kv_tokens(inputs: PlanInputs, kv_bytes: int) -> int:
     """Whole pages that ``kv_bytes`` buy beside the padding page, bounded by the flags."""
-    page = inputs.args.page_size
+    page = inputs.page_size
     pages = kv_bytes // (inputs.bytes_per_token * page) - 1
     limit = inputs.args.max_total_tokens
     if limit is None and inputs.args.device == "cpu":
@@ -124,14 +125,14 @@ def _assemble(
     rows = num_requests + 1 if inputs.verifies else 0
     settings = _settings(inputs, num_requests, pp_rank)
     rank_layout = settings.layout
-    what = {
-        "kind": kind,
-        "rows": rows,
-        "draft_tokens": inputs.draft_tokens or 1,
-        "ring_cells": inputs.ring_cells,
-    }
-    scratch = rank_layout.scratch_tensors(**what)
-    ssm = rank_layout.ssm_scratch_tensors(**what)
+    width = inputs.draft_tokens or 1
+    cells = inputs.ring_cells
+    scratch = rank_layout.scratch_tensors(
+        kind=kind, rows=rows, draft_tokens=width, ring_cells=cells
+    )
+    ssm = rank_layout.ssm_scratch_tensors(
+        kind=kind, rows=rows, draft_tokens=width, ring_cells=cells
+    )
     charged = rows * inputs.charged_row(kind)
     freed = rows * inputs.charged_row(SNAPSHOTS) - charged
     context = args.context_length or inputs.model.max_position_embeddings
@@ -159,7 +160,7 @@ def _assemble(
         max_running_requests=num_requests,
         kv_bytes_per_token=inputs.kv.bytes_per_token,
         draft_kv_bytes_per_token=inputs.bytes_per_token - inputs.kv.bytes_per_token,
-        page_size=args.page_size,
+        page_size=inputs.page_size,
         max_total_num_tokens=tokens,
         context_length=context,
         largest_request_tokens=largest,
@@ -202,7 +203,7 @@ def _tensors(
     tokens: int,
 ) -> tuple[TensorSpec, ...]:
     """Every tensor of the pools, named by owner."""
-    page = inputs.args.page_size
+    page = inputs.page_size
     groups = [
         ("req", inputs.row_tensors(settings.num_requests)),
         ("state", settings.layout.state_tensors(slots + 1) + scratch),

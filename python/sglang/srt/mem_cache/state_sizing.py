@@ -57,7 +57,11 @@ class StateCosts:
 
 @dataclass(frozen=True)
 class StateRequest:
-    """What the operator asked for; None leaves it to the budget. ``slot_limit`` bounds branch 3."""
+    """What the operator asked for; None leaves it to the budget.
+
+    ``running_is_default`` says that nobody asked for that many running requests: it caps verify rows
+    but does not choose the second branch. ``slot_limit`` bounds the third.
+    """
 
     max_mamba_cache_size: int | None
     max_running_requests: int | None
@@ -65,6 +69,7 @@ class StateRequest:
     full_memory_ratio: float
     attn_dp_size: int = 1
     slot_limit: int | None = None
+    running_is_default: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,8 @@ def solve(costs: StateCosts, request: StateRequest, rest_bytes: float) -> StateS
     if request.max_mamba_cache_size is not None:
         slots = request.max_mamba_cache_size // request.attn_dp_size
         return charge(costs, request, slots, 1)
-    if not request.radix_cache and request.max_running_requests is not None:
+    running_given = request.max_running_requests is not None and not request.running_is_default
+    if not request.radix_cache and running_given:
         slots = request.max_running_requests // request.attn_dp_size
         return charge(costs, request, slots, 2)
     slots = _joint_slots(costs, request, rest_bytes)
