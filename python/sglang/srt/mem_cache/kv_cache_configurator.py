@@ -27,6 +27,11 @@ def get_schedule() -> ServerArgs:
     return get_server_args()
 
 
+def get_spec() -> ServerArgs:
+    """Arguments about speculation of this process."""
+    return get_server_args()
+
+
 def max_speculative_num_draft_tokens() -> int | None:
     """Widest verify of this process, adaptive widths included; None without speculation."""
     return get_server_args().max_speculative_num_draft_tokens()
@@ -89,14 +94,14 @@ class KVCacheConfigurator:
         the pool allocates for its widest draft.
         """
         params = self.mambaish_config.mamba2_cache_params
-        args = get_server_args()
+        spec = get_spec()
         if not self._linear_lossless_verify_enabled():
             scaled = int(params.mamba_cache_per_req * pp_layer_scale)
-            return scaled * n_slots * args.speculative_num_draft_tokens
+            return scaled * n_slots * spec.speculative_num_draft_tokens
         row = spec_intermediate_bytes_per_req(
             params,
             max_speculative_num_draft_tokens(),
-            speculative_eagle_topk=args.speculative_eagle_topk,
+            speculative_eagle_topk=spec.speculative_eagle_topk,
             enable_linear_lossless_verify=True,
         )
         return int(row * pp_layer_scale) * n_slots
@@ -130,11 +135,12 @@ class KVCacheConfigurator:
             extra=extra,
             fixed=fixed,
         )
+        given = schedule.max_mamba_cache_size
         request = StateRequest(
-            max_mamba_cache_size=schedule.max_mamba_cache_size,
+            max_mamba_cache_size=given,
             max_running_requests=schedule.max_running_requests,
-            radix_cache=not schedule.disable_radix_cache,
-            full_memory_ratio=schedule.mamba_full_memory_ratio,
+            radix_cache=given is not None or not schedule.disable_radix_cache,
+            full_memory_ratio=1.0 if given is not None else schedule.mamba_full_memory_ratio,
             attn_dp_size=self.attn_dp_size,
         )
         sizing = solve(costs, request, total_rest_memory * GIB)

@@ -71,9 +71,10 @@ def check_fits(
         )
     if state.slots < inputs.ratio and state.branch != 3:
         raise MemoryPlanError(
-            f"--max-mamba-cache-size {args.max_mamba_cache_size} serves no request: each needs "
-            f"{inputs.ratio} state slots ({_gib(inputs.ratio * costs.slot)}); raise it to at least "
-            f"{inputs.ratio}, or use --disable-radix-cache, which needs one"
+            f"--max-mamba-cache-size {args.max_mamba_cache_size} serves no request: it gives "
+            f"{_gib(state.slots * costs.slot)}, and each request needs {inputs.ratio} state slots "
+            f"({_gib(inputs.ratio * costs.slot)}); raise it to at least {inputs.ratio}, or use "
+            "--disable-radix-cache, which needs one"
         )
     have = f"{_gib(budget.static_bytes)} are available"
     needed = _enough(inputs, costs, division, budget)
