@@ -52,15 +52,12 @@ class BuiltEngine:
     pools: Pools
     plan: MemoryPlan
     info: dict
+    host_tier: HierarchicalCache | None
 
-
-def build_scheduler(raw_args: dict, send: Send) -> tuple[Scheduler, dict]:
-    """Return the scheduler and what server info says of it.
-
-    raw_args  ``ServerArgs.to_dict()`` of a resolved record
-    """
-    built = build_engine(ServerArgs.from_resolved_dict(raw_args), send)
-    return built.scheduler, built.info
+    def close(self) -> None:
+        """Finish writes of the host tier; nothing runs afterwards."""
+        if self.host_tier is not None:
+            self.host_tier.close()
 
 
 def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
@@ -91,7 +88,7 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
     )
     drafter, accept_rule = build_speculation(args, runner, pools)
     draft_token_num = drafter.draft_token_num if drafter else 1
-    memory, policy = _build_memory(args, pools, plan, draft_token_num)
+    memory, policy, host = _build_memory(args, pools, draft_token_num)
     worker = TpModelWorker(
         runner,
         drafter,
@@ -133,14 +130,14 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
         max_queued_requests=args.max_queued_requests,
         stream_interval=args.stream_interval,
         send=send,
-        internal_state=lambda: dict(info),
+        internal_state=lambda: info if host is None else info | {"hicache": host.stats()},
     )
-    return BuiltEngine(scheduler, worker, runner, memory, pools, plan, info)
+    return BuiltEngine(scheduler, worker, runner, memory, pools, plan, info, host)
 
 
 def _build_memory(
-    args: ServerArgs, pools: Pools, plan: MemoryPlan, draft_token_num: int
-) -> tuple[RequestMemory, TrackPolicy | None]:
+    args: ServerArgs, pools: Pools, draft_token_num: int
+) -> tuple[RequestMemory, TrackPolicy | None, HierarchicalCache | None]:
     if args.disable_radix_cache:
         policy, tree = None, None
     else:
@@ -164,7 +161,7 @@ def _build_memory(
     memory = RequestMemory(
         slots=slots, allocator=pools.token_allocator, tree=tree, policy=policy, host=host
     )
-    return memory, policy
+    return memory, policy, host
 
 
 def _build_host_tier(args: ServerArgs, pools: Pools, tree: RadixCache) -> HierarchicalCache:

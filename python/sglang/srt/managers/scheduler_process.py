@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 
 import zmq
@@ -27,6 +28,8 @@ from sglang.srt.managers.parent_watch import die_with_parent
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 200
+INTEGRITY_CHECK_S = 5.0
+"""Least time between two checks of the pools' books; a check walks the whole prefix tree."""
 
 
 def main() -> int:
@@ -87,21 +90,26 @@ class Channel:
 
 def _serve(raw_args: dict, channel: Channel) -> int:
     # torch is imported here, after the environment is set and the channel can report failures.
-    from sglang.srt.managers.scheduler_builder import build_scheduler
+    from sglang.srt.managers.scheduler_builder import build_engine
+    from sglang.srt.server_args import ServerArgs
 
-    scheduler, info = build_scheduler(raw_args, channel.send)
-    channel.send(ReadyOutput(info=info))
+    engine = build_engine(ServerArgs.from_resolved_dict(raw_args), channel.send)
+    scheduler = engine.scheduler
+    channel.send(ReadyOutput(info=engine.info))
+    next_check = 0.0
     was_idle = True
     while not scheduler.stopping:
         idle = scheduler.is_idle
-        if idle and not was_idle:
+        if idle and not was_idle and time.monotonic() >= next_check:
             scheduler.check_integrity()
+            next_check = time.monotonic() + INTEGRITY_CHECK_S
         elif was_idle and not idle:
             scheduler.metrics.note_resume()
         was_idle = idle
         for frame in channel.drain(IDLE_POLL_MS if idle else 0):
             scheduler.handle(decode_to_scheduler(frame))
         scheduler.step()
+    engine.close()
     return 0
 
 
