@@ -105,7 +105,7 @@ class SafetensorsFile:
         if end - begin != prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} in {self.path}: {end - begin} bytes do not fit shape {shape}")
         raw = torch.empty(end - begin, dtype=torch.uint8)
-        view, done = memoryview(raw.numpy()), 0
+        view, done = memoryview(raw.numpy().data), 0
         while done < len(view):
             part = view[done : done + _READ_BYTES]
             got = os.preadv(self._handle.fileno(), [part], self._data_start + begin + done)

@@ -101,7 +101,7 @@ class GdnCall:
     """What one layer's call needs beside its rows.
 
     conv_weights [W, conv_dim] fp32; A_log, dt_bias [HV] fp32; starts [R+1], slots [R],
-    scratch_rows [R] int32 (verify only); track_slots, track_rows [R] int64 or None
+    scratch_rows [R] int32 (read by a verify); track_slots, track_rows [R] int64 or None
     """
 
     shape: GdnShapeArgs
@@ -112,7 +112,7 @@ class GdnCall:
     mode: int
     starts: Tensor
     slots: Tensor
-    scratch_rows: Tensor | None
+    scratch_rows: Tensor
     track_slots: Tensor | None
     track_rows: Tensor | None
 
@@ -150,7 +150,7 @@ def forward(mixed_qkv: Tensor, a: Tensor, b: Tensor, call: GdnCall) -> Tensor:
         num_requests=call.slots.shape[0],
         starts=call.starts.data_ptr(),
         slots=call.slots.data_ptr(),
-        scratch_rows=pointer(call.scratch_rows),
+        scratch_rows=call.scratch_rows.data_ptr(),
         track_slots=pointer(call.track_slots),
         track_rows=pointer(call.track_rows),
     )

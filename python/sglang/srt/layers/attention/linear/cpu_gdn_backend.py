@@ -15,6 +15,7 @@ from sglang.kernels.ops.cpu import gdn, gdn_torch
 from sglang.kernels.ops.cpu.structs import GdnShapeArgs, GdnStateArgs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.linear.gdn_tree import TreeScratch, record_trees
+from sglang.srt.layers.attention.linear.utils import select_verify_intermediate_state_indices
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -40,6 +41,7 @@ class VerifyLayerState(LayerState, Protocol):
 
 
 class StateTensors(Protocol):
+    spec_state_size: int
     speculative_num_draft_tokens: int | None
 
 
@@ -54,10 +56,10 @@ class StatePool(Protocol):
 
 @dataclass(frozen=True)
 class GDNForwardMetadata:
-    """Of the current call: working slots [R] int32 and, for a verify, scratch rows [R] int32."""
+    """Of the current call: working slots [R] int32, and scratch rows [R] int32 a verify writes."""
 
     mamba_cache_indices: Tensor
-    scratch_rows: Tensor | None
+    scratch_rows: Tensor
 
 
 class CpuGDNBackend(AttentionBackend):
@@ -82,10 +84,23 @@ class CpuGDNBackend(AttentionBackend):
         """
         if fb.mamba_cache_indices is None:
             raise ValueError("ForwardBatch.mamba_cache_indices is None for a model with GDN layers")
-        rows = None
-        if fb.forward_mode.is_target_verify():
-            rows = self.verify_intermediate_state_indices[: fb.batch_size]
+        rows = select_verify_intermediate_state_indices(
+            self.verify_intermediate_state_indices[: fb.batch_size],
+            fb.req_pool_indices,
+            fb.mamba_cache_indices >= 0,
+            self.req_to_token_pool.mamba_pool.spec_state_size,
+        )
         self.forward_metadata = GDNForwardMetadata(fb.mamba_cache_indices, rows)
+
+    def current(self) -> GDNForwardMetadata:
+        """Metadata of the call in progress.
+
+        Raises:
+            RuntimeError: ``init_forward_metadata`` has not run.
+        """
+        if self.forward_metadata is None:
+            raise RuntimeError("init_forward_metadata was not called for this batch")
+        return self.forward_metadata
 
     def forward_linear(
         self,
@@ -102,14 +117,21 @@ class CpuGDNBackend(AttentionBackend):
                 b,
                 layer,
                 TreeScratch.of_layer(self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)),
-                slots=self.forward_metadata.mamba_cache_indices,
-                scratch_rows=self.forward_metadata.scratch_rows,
+                slots=self.current().mamba_cache_indices,
+                scratch_rows=self.current().scratch_rows,
                 parents=fb.tree_parents,
             )
         if gdn.covers(layer.head_k_dim):
             return gdn.forward(mixed_qkv, a, b, self._native_call(layer, fb))
         cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
         return self._forward_torch(mixed_qkv, a, b, layer, cache, fb)
+
+    def require_snapshots(self) -> None:
+        """Raises: ValueError if the pool records update tuples, from which no tree can continue."""
+        if self.req_to_token_pool.mamba_pool.mamba_cache.intermediate_ssm is None:
+            raise ValueError(
+                "a tree verify needs state snapshots; drop --enable-linear-lossless-verify"
+            )
 
     def native_state(self, layer_id: int) -> GdnStateArgs:
         """Where one layer's states and verify scratch lie, for the compiled kernels."""
@@ -126,7 +148,7 @@ class CpuGDNBackend(AttentionBackend):
         return gdn.state_args(cache.conv[0], cache.temporal, scratch)
 
     def _native_call(self, layer: RadixLinearAttention, fb: ForwardBatch) -> gdn.GdnCall:
-        metadata = self.forward_metadata
+        metadata = self.current()
         verify = fb.forward_mode.is_target_verify()
         return gdn.GdnCall(
             shape=GdnShapeArgs(
@@ -159,7 +181,7 @@ class CpuGDNBackend(AttentionBackend):
     ) -> Tensor:
         out = mixed_qkv.new_zeros((fb.num_rows, layer.num_v_heads, layer.head_v_dim))
         g, beta = gdn_torch.gates(a, b, layer.A_log, layer.dt_bias)
-        slots = self.forward_metadata.mamba_cache_indices.tolist()
+        slots = self.current().mamba_cache_indices.tolist()
         start = 0
         for request, (slot, length) in enumerate(zip(slots, fb.query_lens_cpu)):
             rows = slice(start, start + length)
@@ -192,7 +214,7 @@ class CpuGDNBackend(AttentionBackend):
         cache: VerifyLayerState,
     ) -> Tensor:
         """Verify: leave the slot alone, write what any accepted length needs into the scratch."""
-        row = int(self.forward_metadata.scratch_rows[request])
+        row = int(self.current().scratch_rows[request])
         state = cache.temporal[slot].float()
         width = cache.conv[0].shape[-1]
         windows = cache.intermediate_conv_window[0][row]
@@ -201,12 +223,16 @@ class CpuGDNBackend(AttentionBackend):
             state, u, out = gdn_torch.step(state, parts, t)
             outputs.append(out)
             windows[t] = inputs[:, t + 1 : t + 1 + width].to(windows.dtype)
-            if cache.intermediate_ssm_u is None:
+            if cache.intermediate_ssm is not None:
                 cache.intermediate_ssm[row, t] = state.to(cache.intermediate_ssm.dtype)
-                continue
-            cache.intermediate_ssm_u[row, t] = u
-            cache.intermediate_ssm_k[row, t] = parts.k[t]
-            cache.intermediate_ssm_g[row, t] = parts.g[t]
+            recorded = (
+                (cache.intermediate_ssm_u, u),
+                (cache.intermediate_ssm_k, parts.k[t]),
+                (cache.intermediate_ssm_g, parts.g[t]),
+            )
+            for tensor, value in recorded:
+                if tensor is not None:
+                    tensor[row, t] = value
         return torch.stack(outputs)
 
     def _advance(
