@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.mem_cache.hicache.build import HostTierSettings, build_host_tier
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_harness import InProcessEngine
 from sglang.test.make_checkpoint import make_checkpoint
@@ -148,34 +147,28 @@ def test_churn_leaks_nothing(checkpoint):
     assert memory.stats() == start
 
 
-def with_host_tier(engine, directory):
-    built = engine.built
-    pools = [built.pools.kv_pool, built.pools.draft_kv_pool]
-    built.memory._host = build_host_tier(
-        tree=tree_of(engine),
-        kv_pools=[pool for pool in pools if pool is not None],
-        mamba_pool=built.pools.req_pool.mamba_pool,
-        settings=HostTierSettings(ratio=8, storage_dir=directory),
-    )
-    return engine
-
-
 def test_evicted_and_restarted_prefixes_give_the_same_text(checkpoint, tmp_path):
     """Turns that return after eviction, and again after a restart over the same files."""
     prompts = [prompt_of(130, 20 + i) for i in range(6)]
     cold = InProcessEngine(checkpoint, disable_radix_cache=True, page_size=64)
     want = [cold.generate([p], max_new_tokens=20, ignore_eos=True)[0] for p in prompts]
     for expected_cached in ((0, 128), (128, 128)):
-        engine = with_host_tier(
-            InProcessEngine(checkpoint, **SPEC | {"max_total_tokens": 512}), tmp_path
+        engine = InProcessEngine(
+            checkpoint,
+            max_total_tokens=512,
+            enable_hierarchical_cache=True,
+            hicache_ratio=8.0,
+            hicache_storage_backend="file",
+            hicache_storage_dir=str(tmp_path),
+            **SPEC,
         )
         for cached in expected_cached:
             for prompt, out in zip(prompts, want, strict=True):
                 rid = engine.submit(prompt, max_new_tokens=20, ignore_eos=True)
                 engine.run()
                 assert (engine.ids(rid), engine.last(rid).cached_tokens) == (out, cached)
-        assert engine.built.memory._host.stats()["loads_ct"] >= len(prompts)
-        engine.built.memory._host.close()
+        assert engine.built.host_tier.stats()["loads_ct"] >= len(prompts)
+        engine.built.close()
 
 
 if __name__ == "__main__":
