@@ -53,7 +53,9 @@ class DraftReference:
                 up = y @ self.w[f"{own}mlp.up_proj.weight"].T
                 return (gate * up) @ self.w[f"{own}mlp.down_proj.weight"].T
 
-            x = x + self.convolved(own + "attention_conv.", self.norm(x, own + "input_layernorm.weight"), attend)
+            x = x + self.convolved(
+                own + "attention_conv.", self.norm(x, own + "input_layernorm.weight"), attend
+            )
             x = x + self.convolved(
                 own + "mlp_conv.", self.norm(x, own + "post_attention_layernorm.weight"), feed
             )
@@ -103,7 +105,9 @@ class DraftReference:
             return torch.tanh(out), keep * state + (1 - keep) * torch.tanh(new)
         return embedded, state
 
-    def attention(self, i: int, y: Tensor, ctx_k: Tensor, ctx_v: Tensor, positions: Tensor) -> Tensor:
+    def attention(
+        self, i: int, y: Tensor, ctx_k: Tensor, ctx_v: Tensor, positions: Tensor
+    ) -> Tensor:
         own = f"layers.{i}.self_attn."
         q = (y @ self.w[own + "q_proj.weight"].T).view(len(y), -1, self.head_dim)
         q = self.rotate(self.norm(q, own + "q_norm.weight"), positions)

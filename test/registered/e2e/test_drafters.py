@@ -77,9 +77,7 @@ def plain(target):
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_greedy_text_equals_no_speculation_and_lossless_equals_default(
-    target, drafts, plain, name
-):
+def test_greedy_text_equals_no_speculation_and_lossless_equals_default(target, drafts, plain, name):
     """Also in the pools, after every commit."""
     engines = [
         block_engine(target, drafts, name, enable_linear_lossless_verify=lossless)

@@ -314,9 +314,7 @@ def test_simulated_tokens_are_drafts_and_then_the_best():
         token_mode=TokenMode.REAL_DRAFT_TOKEN,
         seed=0,
     )
-    for ids, candidates in zip(
-        rule.accept(rows).token_ids, rows.candidates.tolist(), strict=True
-    ):
+    for ids, candidates in zip(rule.accept(rows).token_ids, rows.candidates.tolist(), strict=True):
         assert ids == candidates[1:] + [int(TARGET[candidates[2]].argmax())]
 
 

@@ -23,6 +23,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.linear.cpu_gdn_backend import CpuGDNBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.tree_attention import tree_row_slots
 from sglang.srt.layers.decoder_layer import DecoderLayer
 from sglang.srt.layers.gated_attention import GatedAttention
 from sglang.srt.layers.gated_delta_net import GatedDeltaNet
@@ -126,14 +127,14 @@ class FusedStep:
         """Fill the fields that only some calls have; returns what must outlive the call."""
         keep: list[object] = []
         if self._linear is not None:
-            metadata = self._linear.forward_metadata
-            if metadata is None:
-                raise RuntimeError("init_forward_metadata was not called for this batch")
+            metadata = self._linear.current()
             batch.state_slots = metadata.mamba_cache_indices.data_ptr()
-            batch.scratch_rows = pointer(metadata.scratch_rows)
+            batch.scratch_rows = metadata.scratch_rows.data_ptr()
             if fb.mamba_track_indices is not None and fb.mamba_track_rows is not None:
                 batch.track_slots = fb.mamba_track_indices.data_ptr()
                 batch.track_rows = fb.mamba_track_rows.data_ptr()
+        if fb.tree_mask is not None:
+            keep += self._add_tree(batch, fb, fb.tree_mask)
         if fb.spec_hidden is not None:
             hidden = fb.spec_hidden.float().contiguous()
             batch.spec_hidden = hidden.data_ptr()
@@ -142,6 +143,19 @@ class FusedStep:
             taps = (ctypes.c_int64 * len(fb.capture_layer_ids))(*fb.capture_layer_ids)
             batch.tap_layers = ctypes.addressof(taps)
             keep.append(taps)
+        return keep
+
+    def _add_tree(self, batch: BatchArgs, fb: ForwardBatch, mask: Tensor) -> list[object]:
+        """Each row's own list of slots (its request's prefix, its ancestors) and its parent."""
+        rows = tree_row_slots(fb, mask, self._full.req_to_token_pool.req_to_token)
+        batch.row_slots, batch.row_slots_stride = rows.slots.data_ptr(), rows.slots.stride(0)
+        batch.last_seen = rows.last_seen.data_ptr()
+        keep: list[object] = [rows]
+        if fb.tree_parents is not None and self._linear is not None:
+            self._linear.require_snapshots()
+            parents = fb.tree_parents.contiguous()
+            batch.parents = parents.data_ptr()
+            keep.append(parents)
         return keep
 
     def _describe_model(self, model: StepModel, draft: DraftBlock | None) -> ModelArgs:

@@ -103,18 +103,14 @@ class BlockDraftLayer(nn.Module):
         self.self_attn = BlockDraftAttention(
             config, layer_id=layer_id, rotary=rotary, device=device, dtype=dtype
         )
-        self.mlp = DenseMLP(
-            size, config.intermediate_size, device=device, dtype=dtype
-        )
+        self.mlp = DenseMLP(size, config.intermediate_size, device=device, dtype=dtype)
         self.attention_conv: GroupedDynamicConv | None = None
         self.mlp_conv: GroupedDynamicConv | None = None
         if config.conv_kernel_size > 0:
             self.attention_conv = GroupedDynamicConv(config, device=device, dtype=dtype)
             self.mlp_conv = GroupedDynamicConv(config, device=device, dtype=dtype)
 
-    def forward(
-        self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend, block: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend, block: int) -> Tensor:
         """Residual stream of whole blocks, [R * block, H] in and out."""
         normed = self.input_layernorm(x)
         if self.attention_conv is None or self.mlp_conv is None:
@@ -236,14 +232,20 @@ def check_draft_config(
     layers, expected = target.config.num_hidden_layers, config.num_target_layers
     rules = (
         (own == other, f"hidden_size={own} must equal the target's {other}: the head is shared"),
-        (config.vocab_size == vocab,
-         f"vocab_size={config.vocab_size} must equal the target's {vocab}"),
-        (expected in (0, layers),
-         f"num_target_layers={expected}, but the target has {layers}; use the drafter's own target"),
+        (
+            config.vocab_size == vocab,
+            f"vocab_size={config.vocab_size} must equal the target's {vocab}",
+        ),
+        (
+            expected in (0, layers),
+            f"num_target_layers={expected}, but the target has {layers}; use the drafter's own target",
+        ),
         (0 <= mask_token_id < vocab, f"mask_token_id={mask_token_id} is outside 0..{vocab - 1}"),
         (not config.attention_sink_bias, "attention_sink_bias=true is not supported"),
-        (config.attention_value_scale == 1.0,
-         f"attention_value_scale={config.attention_value_scale} is not supported; only 1.0 is"),
+        (
+            config.attention_value_scale == 1.0,
+            f"attention_value_scale={config.attention_value_scale} is not supported; only 1.0 is",
+        ),
     )
     broken = [why for holds, why in rules if not holds]
     if broken:

@@ -69,7 +69,7 @@ class HybridGDNForCausalLM(nn.Module):
     def forward(self, fb: ForwardBatch) -> LogitsOutput:
         """Run one call; see ForwardBatch and LogitsOutput."""
         self.rotary.reserve(max_position(fb) + 1)
-        if self.fused_step is not None and fb.tree_mask is None:
+        if self.fused_step is not None:
             return self.fused_step.run(fb)
         x = self.embed_tokens(fb.input_ids)
         taps = []

@@ -76,7 +76,7 @@ class Qwen3_5MTP(nn.Module):
         if fb.spec_hidden is None:
             raise ValueError("ForwardBatch.spec_hidden is None; an MTP model needs the hidden rows")
         self.rotary.reserve(max_position(fb) + 1)
-        if self.fused_step is not None and fb.tree_mask is None:
+        if self.fused_step is not None:
             return self.fused_step.run(fb)
         embedded = self.pre_fc_norm_embedding(self.embed_tokens(fb.input_ids))
         hidden = self.pre_fc_norm_hidden(fb.spec_hidden.to(self.activation_dtype))

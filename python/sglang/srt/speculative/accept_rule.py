@@ -40,9 +40,7 @@ class VerifyRows:
 
     def sampling_batch(self) -> SamplingBatch:
         """Sampling tensors of all rows; a tree's rows use the numbers of their depth."""
-        batch = SamplingBatch.build(
-            self.states, self.positions, self.width, self.logits.device
-        )
+        batch = SamplingBatch.build(self.states, self.positions, self.width, self.logits.device)
         tree = self.proposal.tree
         if tree is None or batch.all_greedy:
             return batch
@@ -174,17 +172,13 @@ class ThresholdRule(_ChainRule):
     def decide(
         self, candidates: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, final: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return threshold_accept(
-            candidates, p, accept, final, single=self._single, acc=self._acc
-        )
+        return threshold_accept(candidates, p, accept, final, single=self._single, acc=self._acc)
 
 
 def chain_verdict(targets: Tensor, correct: Tensor) -> Verdict:
     """Verdict of chains from ``targets`` [R, D] and ``correct`` [R]."""
     num_correct = correct.tolist()
-    token_ids = [
-        row[: count + 1] for row, count in zip(targets.tolist(), num_correct, strict=True)
-    ]
+    token_ids = [row[: count + 1] for row, count in zip(targets.tolist(), num_correct, strict=True)]
     return Verdict(num_correct, token_ids, targets, correct)
 
 
@@ -210,9 +204,7 @@ def target_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
     Greedy rows are one-hot at the argmax. ``batch`` must not be all greedy.
     """
-    probs, ids = filtered_probs(
-        logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p
-    )
+    probs, ids = filtered_probs(logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
     probs = probs / probs.sum(dim=-1, keepdim=True)
     ordered = torch.zeros_like(probs).scatter_(-1, ids, probs)
     best = torch.argmax(logits, dim=-1, keepdim=True)

@@ -78,9 +78,7 @@ class AdaptiveConfig:
 def _read_slot(base: SlotConfig, raw: dict[str, Any], where: str) -> SlotConfig:
     unknown = sorted(set(raw) - _KEYS)
     if unknown:
-        raise ValueError(
-            f"unknown key {where}{unknown[0]}; known are {', '.join(sorted(_KEYS))}"
-        )
+        raise ValueError(f"unknown key {where}{unknown[0]}; known are {', '.join(sorted(_KEYS))}")
     values = dict(raw)
     if "candidate_steps" in values:
         steps = values["candidate_steps"]

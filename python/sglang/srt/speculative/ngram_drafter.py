@@ -58,8 +58,7 @@ class NgramDrafter:
         if self.is_chain or width == 0:
             return Proposal(tokens=drafts)
         parents = tuple(
-            (NO_PARENT, *tree.parents, *[NO_PARENT] * (width - len(tree.parents)))
-            for tree in trees
+            (NO_PARENT, *tree.parents, *[NO_PARENT] * (width - len(tree.parents))) for tree in trees
         )
         return Proposal(tokens=drafts, tree=DraftTree(parents))
 

@@ -53,7 +53,7 @@ class GdnRowsArgs(ctypes.Structure):
         ("ld_ab", _INT),
         ("out", _PTR),
         *_fields(_INT, "mode num_requests"),
-        *_fields(_PTR, "starts slots scratch_rows track_slots track_rows"),
+        *_fields(_PTR, "starts slots scratch_rows track_slots track_rows parents"),
     ]
 
 
@@ -117,7 +117,9 @@ class BatchArgs(ctypes.Structure):
         *_fields(_PTR, "track_slots track_rows logits_rows spec_hidden logits hidden_all"),
         *_fields(_PTR, "hidden_wanted taps"),
         ("num_taps", _INT),
-        ("tap_layers", _PTR),
+        *_fields(_PTR, "tap_layers last_seen row_slots"),
+        ("row_slots_stride", _INT),
+        ("parents", _PTR),
     ]
 
 

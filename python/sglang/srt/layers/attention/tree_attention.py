@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -46,3 +48,33 @@ def attend_trees(
         )
         out[own] = mixed[0].transpose(0, 1)
     return out
+
+
+@dataclass(frozen=True)
+class TreeRowSlots:
+    """What each row of a tree verify attends to, as a list of its own.
+
+    slots [T, longest] int32, entries beyond ``last_seen [T]`` int64 mean nothing
+    """
+
+    slots: Tensor
+    last_seen: Tensor
+
+
+def tree_row_slots(fb: ForwardBatch, mask: Tensor, req_to_token: Tensor) -> TreeRowSlots:
+    """Slots of the request's prefix, then those of the row's ancestors and its own.
+
+    mask [R, D, D] bool; req_to_token [rows, positions] int32
+    """
+    num_requests, width = mask.shape[:2]
+    counts = mask.sum(dim=-1)
+    most = int(counts.max())
+    ancestors_first = torch.argsort(mask.to(torch.uint8), dim=-1, descending=True, stable=True)
+    own = fb.out_cache_loc.view(num_requests, 1, width).expand(-1, width, -1)
+    ancestors = own.gather(-1, ancestors_first)[:, :, :most].to(torch.int32)
+    slots = torch.zeros((num_requests, width, max(fb.prefix_lens_cpu) + most), dtype=torch.int32)
+    for r, (row, prefix) in enumerate(zip(fb.req_pool_indices.tolist(), fb.prefix_lens_cpu)):
+        slots[r, :, :prefix] = req_to_token[row, :prefix]
+        slots[r, :, prefix : prefix + most] = ancestors[r]
+    last_seen = fb.prefix_lens.unsqueeze(1) + counts - 1
+    return TreeRowSlots(slots.view(num_requests * width, -1), last_seen.reshape(-1))

@@ -113,6 +113,7 @@ struct GdnRows {
   const int32_t* scratch_rows;
   const int64_t* track_slots;  // or null
   const int64_t* track_rows;
+  const int64_t* parents;  // [T] step that each step of a tree verify continues, or null: a chain
 };
 
 static inline void normalise(float* x, int n, float scale) {
@@ -158,8 +159,9 @@ class GdnTask {
     S* home = static_cast<S*>(state_.ssm) + slot * state_.ssm_slot + head0() * head_size;
     begin_state(home, verify);
     for (int t = begin; t < end; ++t) {
-      convolve(t);
       const int step = t - begin;
+      if (verify && rows_.parents && step > 0) begin_node(int(rows_.parents[t]), step, slot, home);
+      convolve(t);
       for (int j = 0; j < per_group_; ++j) one_head(t, step, j, verify);
       if (verify) store_window(window_at(step), state_.window_dim, state_.window_col);
       if (dest >= 0 && step + 1 == boundary) {
@@ -211,14 +213,15 @@ class GdnTask {
 
   // The ring holds W input columns; `next_` is where the coming token goes, so the window is the
   // W - 1 columns before it.
-  void load_window(int slot) {
-    const C* conv = conv_at(slot);
+  void load_window(int slot) { fill_ring(conv_at(slot), state_.conv_dim, state_.conv_col); }
+
+  void fill_ring(const C* conv, int64_t dim_stride, int64_t col_stride) {
     next_ = int(shape_.W) - 1;
     for (int64_t c = 0; c < shape_.W - 1; ++c) {
       float* to = ring_ + c * padded_;
       for (int s = 0; s < 3; ++s)
         for (int64_t i = 0; i < width_[s]; ++i)
-          *to++ = widen(conv[(from_[s] + i) * state_.conv_dim + c * state_.conv_col]);
+          *to++ = widen(conv[(from_[s] + i) * dim_stride + c * col_stride]);
     }
   }
 
@@ -273,6 +276,21 @@ class GdnTask {
     }
     for (int64_t i = 0; i < n; i += kLanes) store(work_ + i, load(home + i));
     current_ = target_ = work_;
+  }
+
+  // A tree's step continues its parent's recorded state and window, or the pool's if it has none.
+  void begin_node(int parent, int step, int slot, const S* home) {
+    const int64_t n = per_group_ * shape_.V * shape_.K;
+    if (parent < 0 || parent >= step) {
+      load_window(slot);
+      for (int64_t i = 0; i < n; i += kLanes) store(work_ + i, load(home + i));
+      return;
+    }
+    fill_ring(window_at(parent), state_.window_dim, state_.window_col);
+    const S* from = static_cast<const S*>(state_.snapshot) +
+                    rows_.scratch_rows[request_] * state_.snapshot_row +
+                    parent * state_.snapshot_step + head0() * shape_.V * shape_.K;
+    for (int64_t i = 0; i < n; i += kLanes) store(work_ + i, load(from + i));
   }
 
   void store_state(S* to) const {

@@ -75,6 +75,12 @@ struct Batch {
   float* taps;           // [T, num_taps * H] or null
   int64_t num_taps;
   const int64_t* tap_layers;
+  // Where rows do not see exactly the positions up to their own: [T] last index that each attends to
+  // in its slot list, or null; [T, row_slots_stride] slot lists, or null for the request's own.
+  const int64_t* last_seen;
+  const int32_t* row_slots;
+  int64_t row_slots_stride;
+  const int64_t* parents;  // [T] row within the request that each row of a tree continues, or null
 };
 
 class Forward {
@@ -193,7 +199,7 @@ class Forward {
     GdnRows rows = {p,           width,           b + s.HV,        b,
                     width,       o,               b_.gdn_mode,     b_.num_requests,
                     b_.starts,   b_.state_slots,  b_.scratch_rows, b_.track_slots,
-                    b_.track_rows};
+                    b_.track_rows, b_.parents};
     gdn_rows(s, layer.gdn, layer.state, rows);
     each_row(4 * value_dim, [&](int64_t t) {
       for (int64_t h = 0; h < s.HV; ++h)
@@ -217,13 +223,16 @@ class Forward {
     const double cost_us = context * s.heads * s.head_dim * 4 / 20e3;
     parallel_for(int(T_ * s.kv_heads), cost_us, [&](int index) {
       const int64_t t = index / s.kv_heads, h = index % s.kv_heads;
-      const int32_t* slots = m_.req_to_token + b_.req_rows[request_[t]] * m_.req_stride;
+      const int32_t* slots = b_.row_slots
+                                 ? b_.row_slots + t * b_.row_slots_stride
+                                 : m_.req_to_token + b_.req_rows[request_[t]] * m_.req_stride;
+      const int64_t last = b_.last_seen ? b_.last_seen[t] : b_.positions[t];
       const float* q = p + t * width + h * group * q_step;
       float* out = o + t * q_width + h * group * s.head_dim;
       if (layer.kv.is_bf16)
-        attend_row<bf16>(s, layer.kv, h, slots, b_.positions[t], q, q_step, out, s.head_dim);
+        attend_row<bf16>(s, layer.kv, h, slots, last, q, q_step, out, s.head_dim);
       else
-        attend_row<float>(s, layer.kv, h, slots, b_.positions[t], q, q_step, out, s.head_dim);
+        attend_row<float>(s, layer.kv, h, slots, last, q, q_step, out, s.head_dim);
       if (m_.has_gate) gate_heads(q + s.head_dim, q_step, out, int(group));
     });
     linear(layer.out_proj, o, q_width, T_, x_, m_.hidden, kAdd);
