@@ -34,6 +34,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     token_ids_logprob: Any = None
     return_text_in_logprobs: bool = False
     stream: bool = False
+    return_state_digest: bool = False
     priority: int = 0
     model: str | None = None
 
@@ -93,6 +94,7 @@ class NativeServing:
                         token_ids_logprob=selected[at],
                         priority=request.priority,
                         stream=request.stream,
+                        return_state_digest=request.return_state_digest,
                         prompt_field="text" if texts is not None else "input_ids",
                     )
                 )
@@ -177,6 +179,8 @@ class NativeServing:
         if state.spec_accept_length is not None:
             meta["spec_accept_length"] = state.spec_accept_length
             meta["spec_accept_token_num"] = state.spec_accepted_tokens
+        if state.state_digest is not None:
+            meta["state_digest"] = state.state_digest
         if job.inputs[state.index].return_logprob:
             meta.update(self._logprob_meta(job, state))
         return {"text": state.text, "output_ids": list(state.output_ids), "meta_info": meta}

@@ -50,6 +50,7 @@ class TokenizedGenerateReqInput(msgspec.Struct, array_like=True, tag=True):
     logprob_start_len  first prompt position whose logprob is wanted; -1 for none of the prompt
     priority           larger runs earlier where the policy looks at it
     stream             False: the scheduler may send the tokens at the end only
+    return_state_digest  the last output carries a digest of the recurrent state
     """
 
     rid: str
@@ -61,6 +62,7 @@ class TokenizedGenerateReqInput(msgspec.Struct, array_like=True, tag=True):
     token_ids_logprob: list[int] | None = None
     priority: int = 0
     stream: bool = False
+    return_state_digest: bool = False
 
 
 class AbortReq(msgspec.Struct, array_like=True, tag=True):
@@ -125,6 +127,7 @@ class TokenOutput(msgspec.Struct, array_like=True):
     output_logprobs       one per new id, when asked for
     input_logprobs        prompt positions from `logprob_start_len`; once, with the first output
     queue_time_s          seconds from arrival to first admission, with the first output
+    state_digest          hex, with the last output, when asked for
     """
 
     rid: str
@@ -138,6 +141,7 @@ class TokenOutput(msgspec.Struct, array_like=True):
     output_logprobs: list[TokenLogprob] | None = None
     input_logprobs: list[TokenLogprob] | None = None
     queue_time_s: float | None = None
+    state_digest: str | None = None
 
 
 class ReadyOutput(msgspec.Struct, array_like=True, tag=True):

@@ -78,4 +78,5 @@ class RequestFactory:
             logprob_start_len=message.logprob_start_len,
             top_logprobs_num=message.top_logprobs_num,
             token_ids_logprob=message.token_ids_logprob,
+            return_state_digest=message.return_state_digest,
         )

@@ -101,6 +101,7 @@ class RequestPreparer:
             token_ids_logprob=obj.token_ids_logprob,
             priority=obj.priority,
             stream=obj.stream,
+            return_state_digest=obj.return_state_digest,
         )
         return state, message
 
@@ -141,7 +142,7 @@ class RequestPreparer:
         if len(ids) <= longest:
             return ids
         if self._config.allow_auto_truncate:
-            logger.warning("rid %s: prompt of %d cut to %d tokens", obj.rid, len(ids), longest)
+            logger.warning("rid %r: prompt of %d cut to %d tokens", obj.rid, len(ids), longest)
             return ids[-longest:]
         raise self._too_long(obj, str(len(ids)))
 

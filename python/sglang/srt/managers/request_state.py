@@ -31,6 +31,7 @@ class GenerateReqInput:
     token_ids_logprob: list[int] | None = None
     priority: int = 0
     stream: bool = False
+    return_state_digest: bool = False
     echo: bool = False
     add_special_tokens: bool = True
     prompt_field: str = "text"
@@ -63,6 +64,7 @@ class ReqState:
         self.spec_verify_ct = 0
         self.spec_accepted_tokens = 0
         self.finish_reason: FinishReason | None = None
+        self.state_digest: str | None = None
         self.error: RequestError | None = None
         self.created = time.monotonic()
         self.first_token_at: float | None = None
@@ -97,6 +99,7 @@ class ReqState:
         self.cached_tokens = out.cached_tokens
         self.spec_verify_ct = out.spec_verify_ct
         self.spec_accepted_tokens = out.spec_accepted_tokens
+        self.state_digest = out.state_digest
         if out.input_logprobs:
             self.input_logprobs.extend(out.input_logprobs)
         if self.scoring_only:

@@ -31,6 +31,7 @@ class Req:
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] | None = None
+    return_state_digest: bool = False
     arrival: float = field(default_factory=time.monotonic)
 
     kv: ReqKV = field(default_factory=ReqKV)

@@ -304,4 +304,10 @@ class Scheduler:
             output_logprobs=output_logprobs if req.return_logprob else None,
             input_logprobs=input_logprobs,
             queue_time_s=req.queue_time_s if first else None,
+            state_digest=self._worker.state_digest(req) if self._wants_digest(req) else None,
         )
+
+    @staticmethod
+    def _wants_digest(req: Req) -> bool:
+        """True for the last output, while the request still holds its memory."""
+        return req.return_state_digest and req.finish_reason is not None and req.kv.holds_mamba

@@ -20,6 +20,7 @@ from sglang.srt.managers.schedule_batch import (
     Req,
     StepResult,
 )
+from sglang.srt.mem_cache.state_digest import state_digest
 from sglang.srt.mem_cache.track import crossing_step
 from sglang.srt.model_executor.batch_tensors import make_forward_batch
 from sglang.srt.model_executor.forward_batch_info import (
@@ -67,6 +68,10 @@ class TpModelWorker:
                 f"the new drafter proposes {drafter.draft_token_num}"
             )
         self._drafter = drafter
+
+    def state_digest(self, req: Req) -> str | None:
+        """Digest of the request's recurrent state as of the last step; waits for the device."""
+        return state_digest(self._runner.req_pool.mamba_pool, req.kv)
 
     @torch.inference_mode()
     def prefill(self, plan: PrefillPlan) -> StepResult:
