@@ -163,6 +163,8 @@ def test_malformed_body_names_the_field(model, body, param):
 
 def test_neutral_values_of_unknown_options_pass():
     """Catches a refusal of what routers add to every request."""
+    with pytest.raises(RequestError, match="^return_hidden_states is not supported"):
+        decode_body({"prompt": "a", "return_hidden_states": True}, CompletionRequest)
     body = {"prompt": "a", "log_metrics": True, "return_hidden_states": False, "lora_path": False}
     assert decode_body(body, CompletionRequest).prompt == "a"
 

@@ -162,6 +162,16 @@ def test_other_tokenizers_stream_through_the_library(tokenizer):
     assert text == TEXT
 
 
+def test_truncation_in_the_file_is_not_used(tmp_path):
+    """Catches prompts that are cut in silence because tokenizer.json says so."""
+    model = write_front_end_model(tmp_path)
+    backend = Tokenizer(model).backend
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(model / "tokenizer.json"))
+    assert Tokenizer(model).encode("abcdef") == list(b"abcdef")
+
+
 def test_missing_tokenizer_names_flag_and_way_out(tmp_path):
     """Catches a bare FileNotFoundError."""
     with pytest.raises(ValueError, match="--tokenizer-path .*tokenizer.json"):

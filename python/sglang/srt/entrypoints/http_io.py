@@ -16,21 +16,9 @@ from sglang.srt.managers.errors import RequestError
 
 T = TypeVar("T")
 
-NO_OPS = frozenset(
-    {
-        "prompt_cache_key",
-        "safety_identifier",
-        "service_tier",
-        "log_metrics",
-        "return_hidden_states",
-        "background",
-        "no_logs",
-        "return_bytes",
-        "return_entropy",
-        "return_text_in_logprobs",
-    }
-)
-"""Options that clients and routers add to every request; accepted and without effect."""
+NO_OPS = frozenset({"log_metrics", "prompt_cache_key", "safety_identifier", "service_tier"})
+"""Options that clients and routers add to every request; accepted and without effect. What routers
+add with the value false or null needs no entry."""
 
 
 class ClientGone(Exception):

@@ -19,6 +19,7 @@ from fastapi.exceptions import HTTPException
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
 
 from sglang.srt.arg_groups.pipeline import run_resolution_pipeline
 from sglang.srt.entrypoints.anthropic.serving_messages import MESSAGES_PATH, anthropic_error
@@ -48,6 +49,7 @@ def make_app(front_end: FrontEnd, gate: GateState) -> FastAPI:
     _describe(app)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(StarletteHTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
     app.add_middleware(
@@ -240,3 +242,9 @@ def _configure_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
     )
+    logging.getLogger("uvicorn.error").addFilter(_is_worth_a_line)
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """False for what routers cause by asking whether a worker speaks HTTP/2."""
+    return record.msg != "Invalid HTTP request received."

@@ -41,6 +41,8 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"cannot read {file}: {error}") from error
+        self.backend.no_truncation()  # a tokenizer.json may ask for either
+        self.backend.no_padding()
         self.path = file
         self.config = _read_json(file.parent / "tokenizer_config.json")
         self.num_tokens = self.backend.get_vocab_size(with_added_tokens=True)

@@ -190,7 +190,7 @@ class TokenizerManager:
                 try:
                     self._handle_output(out, self.last_seen)
                 except Exception:  # a fault in one request must not reach the others
-                    logger.exception("request %s failed in the front end", out.rid)
+                    logger.exception("request %r failed in the front end", out.rid)
                     self._fail(out.rid)
             if message.stats is not None:
                 self.stats = message.stats
