@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_loader.checkpoint_files import SafetensorsFile, tensor_files
 from sglang.srt.model_loader.fp8 import dequantize
 from sglang.srt.model_loader.loader import normalise_name
+from sglang.test.checkpoints import TinyGeometry
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.make_checkpoint import make_checkpoint
 from sglang.test.model_rig import ModelRig, random_tokens
@@ -275,6 +279,47 @@ def test_incomplete_files_are_errors(dense, tmp_path):
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ValueError, match="download is incomplete"):
         logits(cut)
+
+
+MEMORY_PROBE = """
+import sys, torch
+from pathlib import Path
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_loader import loader
+from sglang.srt.models.hybrid_gdn import HybridGDNForCausalLM
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+class Unfinished(HybridGDNForCausalLM):
+    def finish_loading(self):
+        pass
+
+config = ModelConfig.from_path(sys.argv[1])
+model = Unfinished(config, device=torch.device("cpu"), dtype=torch.float32, attn_backend=None)
+torch.ones(64, 64) @ torch.ones(64, 64)
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+loader.load_weights(model, sys.argv[1])
+print(status("VmHWM") - before, sum(p.numel() * p.element_size() for p in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux' /proc")
+def test_peak_memory_of_a_load_is_the_weights_and_one_tensor(tmp_path):
+    """A second copy of the weights, or mapped files that stay resident, would double the peak."""
+    geometry = TinyGeometry(vocab_size=8192, hidden_size=512, num_hidden_layers=8)
+    path = make_checkpoint(
+        tmp_path / "m", arch="qwen3_5", dtype="fp32", mtp=False, geometry=geometry
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROBE, str(path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    grown, weights = map(int, done.stdout.split())
+    assert weights > 40e6
+    assert grown < 1.25 * weights + 20e6, (grown, weights)
 
 
 if __name__ == "__main__":
