@@ -312,6 +312,8 @@ def test_deferred_commit_equals_immediate_commit(n, d, capacity, dtype):
         VerifyTile(8, 4, 2, 1),
         VerifyTile(8, 2, 2, 2),
         VerifyTile(4, 2, 4, 3),
+        VerifyTile(4, 4, 4, pairs=True),
+        VerifyTile(4, 4, 3, pdl=True),
     ],
     ids=str,
 )

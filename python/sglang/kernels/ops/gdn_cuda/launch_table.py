@@ -10,13 +10,16 @@ class VerifyTile:
     """Compile-time shape of the kernel.
 
     num_warps warps a CTA; rows_per_lane state rows a lane (2 or 4); min_ctas resident CTAs asked of the
-    compiler; min_rounds units a CTA works through at least, so that loads overlap arithmetic.
+    compiler; min_rounds units a CTA works through at least, so that loads overlap arithmetic; pairs runs a
+    lane's rows in two halves; pdl lets the launch overlap the end of the kernel before it.
     """
 
     num_warps: int
     rows_per_lane: int
     min_ctas: int
     min_rounds: int = 1
+    pairs: bool = False
+    pdl: bool = False
 
     @property
     def unit_rows(self) -> int:

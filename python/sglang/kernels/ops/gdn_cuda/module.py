@@ -58,6 +58,7 @@ def compile_cubin(tile: VerifyTile, *, state_is_bf16: bool, arch: str) -> bytes:
         f"-DRPL={tile.rows_per_lane}",
         f"-DMIN_CTAS={tile.min_ctas}",
         f"-DSTATE_BF16={int(state_is_bf16)}",
+        f"-DPAIRS={int(tile.pairs)}",
     ]
     encoded = [option.encode() for option in options]
     error, *_ = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
@@ -119,28 +120,44 @@ class GdnCudaModule:
         return min(places, -(-num_units // self.tile.min_rounds))
 
     def launch(
-        self, name: str, grid: int, threads: int, smem: int, arguments: list[ctypes._SimpleCData]
+        self,
+        name: str,
+        grid: int,
+        threads: int,
+        smem: int,
+        arguments: list[ctypes._SimpleCData],
+        *,
+        overlap_previous: bool = False,
     ) -> None:
-        """Launch on PyTorch's current stream. Arguments are ctypes values or structures, by value."""
+        """Launch on PyTorch's current stream. Arguments are ctypes values or structures, by value.
+
+        overlap_previous: start while the kernel before ends; the kernel itself waits for its results.
+        """
         addresses = (ctypes.c_void_p * len(arguments))(
             *(ctypes.addressof(argument) for argument in arguments)
         )
+        parameters = ctypes.addressof(addresses)
         stream = torch.cuda.current_stream().cuda_stream
-        _check(
-            driver.cuLaunchKernel(
-                self._functions[name],
-                grid,
-                1,
-                1,
-                threads,
-                1,
-                1,
-                smem,
-                stream,
-                ctypes.addressof(addresses),
-                0,
+        function = self._functions[name]
+        if not overlap_previous:
+            _check(
+                driver.cuLaunchKernel(
+                    function, grid, 1, 1, threads, 1, 1, smem, stream, parameters, 0
+                )
             )
-        )
+            return
+        attribute = driver.CUlaunchAttribute()
+        kind = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.id = kind
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = smem
+        config.hStream = stream
+        config.attrs = [attribute]
+        config.numAttrs = 1
+        _check(driver.cuLaunchKernelEx(config, function, parameters, 0))
 
 
 @cache

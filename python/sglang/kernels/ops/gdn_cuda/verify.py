@@ -208,4 +208,11 @@ def launch_units(
     )
     module = module_for(x.states, tile)
     grid = module.grid_for(units, num_tokens)
-    module.launch("gdn_verify", grid, tile.num_warps * 32, module.smem_bytes(num_tokens), [params])
+    module.launch(
+        "gdn_verify",
+        grid,
+        tile.num_warps * 32,
+        module.smem_bytes(num_tokens),
+        [params],
+        overlap_previous=tile.pdl,
+    )

@@ -26,6 +26,11 @@ def _use_silu(activation: str | bool | None) -> bool:
     raise ValueError(f"activation must be None, 'silu' or 'swish', got {activation!r}")
 
 
+def _window_block(width: int) -> int:
+    """Power of two that covers the columns of a window."""
+    return 1 << max(width - 2, 0).bit_length()
+
+
 def _require_kernel(x: torch.Tensor) -> None:
     if not triton_support.runs_on(x):
         raise ValueError(
@@ -114,6 +119,7 @@ def causal_conv1d_update(
         RECORD=record,
         TREE=retrieve_parent_token is not None,
         BLOCK=_BLOCK,
+        BLOCK_W=_window_block(width),
     )
     return out.squeeze(-1) if flat else out
 
@@ -197,5 +203,6 @@ def causal_conv1d_fn(
             HAS_COUNTS=counts is not None,
             HAS_MASK=has_initial_state is not None,
             BLOCK=_BLOCK,
+            BLOCK_W=_window_block(width),
         )
     return out

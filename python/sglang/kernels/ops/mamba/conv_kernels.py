@@ -45,6 +45,7 @@ def conv_update_kernel(
     RECORD: tl.constexpr,
     TREE: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
     """A few tokens a request. Grid (dim blocks, requests). RECORD leaves the state alone and stores windows."""
     i_n = tl.program_id(1)
@@ -103,18 +104,18 @@ def conv_update_kernel(
         t += 1
 
     if not RECORD:
-        # Ascending columns: column c reads column c + num_tokens, which is written later.
-        for col in tl.static_range(WIDTH - 1):
-            cur = num_tokens - (WIDTH - 1) + col
-            value = tl.load(p_x + cur * x_stride_token, mask=in_d & (cur >= 0), other=0.0)
-            past = tl.load(
-                p_state + (col + num_tokens) * state_stride_col,
-                mask=in_d & (cur < 0) & live,
-                other=0.0,
-            )
-            moved = value.to(tl.float32) + past.to(tl.float32)
-            p_col = p_state + col * state_stride_col
-            tl.store(p_col, moved.to(conv_state.dtype.element_ty), mask=in_d & live)
+        # The new window may overlap the old one in memory: all reads come before any write.
+        o_c = tl.arange(0, BLOCK_W)
+        cur = num_tokens - (WIDTH - 1) + o_c
+        inside = in_d[:, None] & (o_c < WIDTH - 1)[None, :]
+        new = (cur >= 0)[None, :]
+        p_new = p_x[:, None] + cur[None, :] * x_stride_token
+        p_old = p_state[:, None] + (o_c + num_tokens)[None, :] * state_stride_col
+        moved = tl.load(p_new, mask=inside & new, other=0.0).to(tl.float32)
+        moved += tl.load(p_old, mask=inside & (cur < 0)[None, :] & live, other=0.0).to(tl.float32)
+        tl.debug_barrier()
+        p_to = p_state[:, None] + o_c[None, :] * state_stride_col
+        tl.store(p_to, moved.to(conv_state.dtype.element_ty), mask=inside & live)
 
 
 @triton.jit
@@ -206,6 +207,7 @@ def conv_window_kernel(
     HAS_COUNTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
     """conv_state[dest] = the last WIDTH-1 inputs after `count` tokens of the prompt. Grid (dim blocks, prompts)."""
     i_n = tl.program_id(1)
@@ -225,15 +227,15 @@ def conv_window_kernel(
     in_d = o_d < dim
     p_from = conv_state + slot * state_stride_slot + o_d * state_stride_dim
     p_to = conv_state + dest * state_stride_slot + o_d * state_stride_dim
-    # Ascending columns: in place, column c reads column c + count, which is written later.
-    for col in tl.static_range(WIDTH - 1):
-        cur = count - (WIDTH - 1) + col
-        p_x = x + (first + cur) * x_stride_token + o_d * x_stride_dim
-        value = tl.load(p_x, mask=in_d & live & (cur >= 0), other=0.0).to(tl.float32)
-        old = in_d & readable & (cur < 0)
-        value += tl.load(p_from + (col + count) * state_stride_col, mask=old, other=0.0).to(
-            tl.float32
-        )
-        tl.store(
-            p_to + col * state_stride_col, value.to(conv_state.dtype.element_ty), mask=in_d & live
-        )
+    # In place, the new window may overlap the old one: all reads come before any write.
+    o_c = tl.arange(0, BLOCK_W)
+    cur = count - (WIDTH - 1) + o_c
+    inside = in_d[:, None] & (o_c < WIDTH - 1)[None, :]
+    p_new = x + (first + cur)[None, :] * x_stride_token + o_d[:, None] * x_stride_dim
+    p_old = p_from[:, None] + (o_c + count)[None, :] * state_stride_col
+    value = tl.load(p_new, mask=inside & live & (cur >= 0)[None, :], other=0.0).to(tl.float32)
+    old = inside & readable & (cur < 0)[None, :]
+    value += tl.load(p_old, mask=old, other=0.0).to(tl.float32)
+    tl.debug_barrier()
+    p_store = p_to[:, None] + o_c[None, :] * state_stride_col
+    tl.store(p_store, value.to(conv_state.dtype.element_ty), mask=inside & live)

@@ -10,7 +10,7 @@
 // `pitch` cells a row, cells start..start+len-1 (mod pitch); the kernel replays them in registers, and writes
 // the state back only when the ring could not take another full verify.
 //
-// Compile-time: NW warps a CTA, RPL state rows a lane (2 or 4), MIN_CTAS, STATE_BF16.
+// Compile-time: NW warps a CTA, RPL state rows a lane (2 or 4), MIN_CTAS, STATE_BF16, PAIRS (run_steps).
 
 typedef unsigned short bf16_bits;
 typedef unsigned int u32;
@@ -28,6 +28,9 @@ typedef long long i64;
 #endif
 #ifndef STATE_BF16
 #define STATE_BF16 0
+#endif
+#ifndef PAIRS
+#define PAIRS 0
 #endif
 
 constexpr int HEAD_DIM = 128;
@@ -86,25 +89,35 @@ __device__ __forceinline__ void mbar_init(u64* bar) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(smem_addr(bar)) : "memory");
 }
 
-__device__ __forceinline__ void mbar_expect(u64* bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(bar)), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void mbar_wait(u64* bar, u32 parity) {
+// The issuing forms take a predicate instead of standing in a branch: a branch around them would make ptxas
+// treat the warp as diverged in everything that follows.
+__device__ __forceinline__ void mbar_expect(u64* bar, u32 bytes, bool on) {
   asm volatile(
-      "{\n .reg .pred p;\n"
-      "WAIT_%=:\n mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      " @p bra DONE_%=;\n bra WAIT_%=;\nDONE_%=:\n}" ::"r"(smem_addr(bar)),
-      "r"(parity)
+      "{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n"
+      " @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n}" ::"r"(smem_addr(bar)),
+      "r"(bytes), "r"((u32)on)
       : "memory");
 }
 
-__device__ __forceinline__ void bulk_load(void* dst, const void* src, u32 bytes, u64* bar) {
+// The vote makes the loop uniform, for the same reason.
+__device__ __forceinline__ void mbar_wait(u64* bar, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(smem_addr(bar)), "r"(parity)
+        : "memory");
+  } while (!__all_sync(0xffffffffu, done));
+}
+
+__device__ __forceinline__ void bulk_load(void* dst, const void* src, u32 bytes, u64* bar, bool on) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %4, 0;\n"
+      " @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}" ::"r"(
           smem_addr(dst)),
-      "l"(src), "r"(bytes), "r"(smem_addr(bar))
+      "l"(src), "r"(bytes), "r"(smem_addr(bar)), "r"((u32)on)
       : "memory");
 }
 
@@ -224,6 +237,16 @@ __device__ __forceinline__ float reduce_rows(const float (&s)[RPL], int kl) {
   return y;
 }
 
+// As reduce_rows for two rows; row kl >> 2, held by four lanes. The order of additions is the same.
+__device__ __forceinline__ float reduce_pair(float s0, float s1, int kl) {
+  const u32 all = 0xffffffffu;
+  bool hi = kl & 4;
+  float y = (hi ? s1 : s0) + __shfl_xor_sync(all, hi ? s0 : s1, 4);
+  y += __shfl_xor_sync(all, y, 2);
+  y += __shfl_xor_sync(all, y, 1);
+  return y;
+}
+
 __device__ __forceinline__ int own_row(int kl) { return RPL == 4 ? kl >> 1 : kl >> 2; }
 
 struct Pending {
@@ -337,26 +360,25 @@ __device__ __forceinline__ Shared carve(char* base, int T) {
 }
 
 __device__ __forceinline__ void fetch_tokens(const Params& p, const Unit& x, bf16_bits* raw, u64* bar,
-                                             int lane) {
+                                             int lane, bool on) {
   int T = p.num_tokens;
-  if (lane == 0) mbar_expect(bar, T * RAW_ROW * 2);
+  mbar_expect(bar, T * RAW_ROW * 2, on && lane == 0);
   __syncwarp();
-  if (lane < T) {
-    i64 token = (i64)x.req * T + lane;
-    int key_head = x.head / (p.num_v_heads / p.num_k_heads);
-    bulk_load(raw + lane * HEAD_DIM, p.q + token * p.q_stride + key_head * HEAD_DIM, HEAD_DIM * 2, bar);
-    bulk_load(raw + (T + lane) * HEAD_DIM, p.k + token * p.k_stride + key_head * HEAD_DIM, HEAD_DIM * 2, bar);
-    bulk_load(raw + 2 * T * HEAD_DIM + lane * UNIT_ROWS,
-              p.v + token * p.v_stride + x.head * HEAD_DIM + x.tile * UNIT_ROWS, UNIT_ROWS * 2, bar);
-  }
+  on = on && lane < T;
+  i64 token = (i64)x.req * T + lane;
+  int key_head = x.head / (p.num_v_heads / p.num_k_heads);
+  bulk_load(raw + lane * HEAD_DIM, p.q + token * p.q_stride + key_head * HEAD_DIM, HEAD_DIM * 2, bar, on);
+  bulk_load(raw + (T + lane) * HEAD_DIM, p.k + token * p.k_stride + key_head * HEAD_DIM, HEAD_DIM * 2, bar, on);
+  bulk_load(raw + 2 * T * HEAD_DIM + lane * UNIT_ROWS,
+            p.v + token * p.v_stride + x.head * HEAD_DIM + x.tile * UNIT_ROWS, UNIT_ROWS * 2, bar, on);
 }
 
 __device__ __forceinline__ void fetch_state(const Params& p, const Unit& x, const Shared& s, u64* bar,
-                                            int warp) {
-  if (x.slot < 0) return;
-  mbar_expect(bar, WARP_BYTES);
+                                            int warp, bool on) {
+  on = on && x.slot >= 0;
+  mbar_expect(bar, WARP_BYTES, on);
   bulk_load(s.state + warp * WARP_BYTES, entry_of(p, x.slot, x, x.tile * UNIT_ROWS + warp * WARP_ROWS),
-            WARP_BYTES, bar);
+            WARP_BYTES, bar, on);
 }
 
 __device__ __forceinline__ i64 ring_cell(const Params& p, const Unit& x, int step) {
@@ -370,6 +392,7 @@ __device__ __forceinline__ int record_step(const Params& p, const Unit& x, int b
   return x.row >= 0 && step < p.pitch ? step : -1;
 }
 
+// Gates of token `t` and, once per head, their record.
 __device__ __forceinline__ void prepare_gates(const Params& p, const Unit& x, const Shared& s, int base, int t,
                                               u32 raw) {
   float bias = p.dt_bias_is_bf16 ? from_bf16(((const bf16_bits*)p.dt_bias)[x.head])
@@ -396,7 +419,8 @@ __device__ __forceinline__ void prepare_tokens(const Params& p, const Unit& x, c
       int r = min(r0 + n * NW, 2 * T - 1);
       ushort4 w = *(const ushort4*)(raw + r * HEAD_DIM + lane * 4);
       f[n] = make_float4(from_bf16(w.x), from_bf16(w.y), from_bf16(w.z), from_bf16(w.w));
-      sum[n] = f[n].x * f[n].x + f[n].y * f[n].y + f[n].z * f[n].z + f[n].w * f[n].w;
+      sum[n] = __fmaf_rn(f[n].w, f[n].w,
+                         __fmaf_rn(f[n].z, f[n].z, __fmaf_rn(f[n].y, f[n].y, __fmul_rn(f[n].x, f[n].x))));
     }
 #pragma unroll
     for (int d = 16; d > 0; d >>= 1)
@@ -418,61 +442,100 @@ __device__ __forceinline__ void prepare_tokens(const Params& p, const Unit& x, c
   }
 }
 
-// The output of a step is reduced while the next step runs: its shuffles leave the critical path.
+// Rows [FIRST, FIRST+COUNT) of the lane: decay them and sum them against k.
+template <int FIRST, int COUNT>
+__device__ __forceinline__ void decay_and_project(float (&h)[RPL][COLS], const float (&kc)[COLS], float decay,
+                                                  float (&seen)[RPL]) {
+#pragma unroll
+  for (int i = FIRST; i < FIRST + COUNT; ++i) seen[i] = 0.0f;
+#pragma unroll
+  for (int c = 0; c < COLS; ++c)
+#pragma unroll
+    for (int i = FIRST; i < FIRST + COUNT; ++i) {
+      h[i][c] = __fmul_rn(h[i][c], decay);
+      seen[i] = __fmaf_rn(h[i][c], kc[c], seen[i]);
+    }
+}
+
+// The same rows: add the update, sum against q.
+template <int FIRST, int COUNT>
+__device__ __forceinline__ void update_and_read(float (&h)[RPL][COLS], const float (&kc)[COLS],
+                                                const float (&qc)[COLS], const float (&u)[RPL],
+                                                float (&o)[RPL]) {
+#pragma unroll
+  for (int i = FIRST; i < FIRST + COUNT; ++i) o[i] = 0.0f;
+#pragma unroll
+  for (int c = 0; c < COLS; ++c)
+#pragma unroll
+    for (int i = FIRST; i < FIRST + COUNT; ++i) {
+      h[i][c] = __fmaf_rn(kc[c], u[i], h[i][c]);
+      o[i] = __fmaf_rn(h[i][c], qc[c], o[i]);
+    }
+}
+
+__device__ __forceinline__ float update_of(float v, float seen, float beta) {
+  return __fmul_rn(__fsub_rn(v, seen), beta);
+}
+
+// The output of a step is reduced while the next step runs: its shuffles leave the critical path. With PAIRS
+// the rows go in two halves, so that one half's arithmetic covers the other half's shuffles.
 __device__ __forceinline__ void run_steps(const Params& p, const Unit& x, const Shared& s,
                                           const bf16_bits* raw_v, int base, int warp, int vl, int kl,
                                           float (&h)[RPL][COLS]) {
+  constexpr bool IN_PAIRS = PAIRS && RPL == 4;
+  const u32 all = 0xffffffffu;
   const int T = p.num_tokens;
-  const int row_in_unit = warp * WARP_ROWS + vl * RPL + own_row(kl);
-  const bool writer = RPL == 4 ? (kl & 1) == 0 : (kl & 3) == 0;
+  const int lane_row = warp * WARP_ROWS + vl * RPL;
   const int row_stride = p.num_v_heads * HEAD_DIM;
+  // In pairs, lanes with kl & 1 keep the second pair's update: row 2 * (kl & 1) + (kl >> 2).
+  const int u_own = IN_PAIRS ? 2 * (kl & 1) + (kl >> 2) : own_row(kl);
+  const bool writes_u = IN_PAIRS ? (kl & 2) == 0 : RPL == 4 ? (kl & 1) == 0 : (kl & 3) == 0;
+  const bool writes_o = RPL == 4 ? (kl & 1) == 0 : (kl & 3) == 0;
   const Token* token = s.tokens;
-  const bf16_bits* v = raw_v + row_in_unit;
-  bf16_bits* out = p.out + ((i64)x.req * T * p.num_v_heads + x.head) * HEAD_DIM + x.tile * UNIT_ROWS + row_in_unit;
+  const bf16_bits* v = raw_v + lane_row;
+  bf16_bits* out = p.out + ((i64)x.req * T * p.num_v_heads + x.head) * HEAD_DIM + x.tile * UNIT_ROWS +
+                   lane_row + own_row(kl);
   int step = base;
   const bool record = x.row >= 0;
-  const bool record_u = p.write_tuples && record && writer;
+  const bool record_u = p.write_tuples && record && writes_u;
   const i64 cell0 = ring_cell(p, x, 0);
-  float* u_row = p.u_ring + cell0 * HEAD_DIM + x.tile * UNIT_ROWS + row_in_unit;
+  float* u_row = p.u_ring + cell0 * HEAD_DIM + x.tile * UNIT_ROWS + lane_row + u_own;
   float o[RPL];
 #pragma unroll
   for (int i = 0; i < RPL; ++i) o[i] = 0.0f;
 #pragma unroll 1
   for (int t = 0; t < T; ++t) {
-    float kc[COLS], seen[RPL], u[RPL];
+    float kc[COLS], qc[COLS], seen[RPL], u[RPL], own_u;
     read_cols(token->k, kc, kl);
-    const float decay = token->decay;
-    const float vt = from_bf16(*v);
+    const float decay = token->decay, beta = token->beta;
+    const float own_o = reduce_rows(o, kl);
+    if (IN_PAIRS) {
+      const float v0 = from_bf16(v[kl >> 2]), v1 = from_bf16(v[2 + (kl >> 2)]);
+      decay_and_project<0, RPL / 2>(h, kc, decay, seen);
+      const float u0 = update_of(v0, reduce_pair(seen[0], seen[1], kl), beta);
+      u[0] = __shfl_sync(all, u0, vl * LANES_K);
+      u[1] = __shfl_sync(all, u0, vl * LANES_K + 4);
+      decay_and_project<RPL / 2, RPL / 2>(h, kc, decay, seen);
+      const float u1 = update_of(v1, reduce_pair(seen[RPL - 2], seen[RPL - 1], kl), beta);
+      u[RPL - 2] = __shfl_sync(all, u1, vl * LANES_K);
+      u[RPL - 1] = __shfl_sync(all, u1, vl * LANES_K + 4);
+      own_u = kl & 1 ? u1 : u0;
+      read_cols(token->q, qc, kl);
+      update_and_read<0, RPL / 2>(h, kc, qc, u, o);
+      update_and_read<RPL / 2, RPL / 2>(h, kc, qc, u, o);
+    } else {
+      const float vt = from_bf16(v[own_row(kl)]);
+      decay_and_project<0, RPL>(h, kc, decay, seen);
+      own_u = update_of(vt, reduce_rows(seen, kl), beta);
 #pragma unroll
-    for (int i = 0; i < RPL; ++i) seen[i] = 0.0f;
-#pragma unroll
-    for (int c = 0; c < COLS; ++c)
-#pragma unroll
-      for (int i = 0; i < RPL; ++i) {
-        h[i][c] = __fmul_rn(h[i][c], decay);
-        seen[i] = __fmaf_rn(h[i][c], kc[c], seen[i]);
-      }
-    float own_seen = reduce_rows(seen, kl);
-    float own_o = reduce_rows(o, kl);
-    float own_u = __fmul_rn(__fsub_rn(vt, own_seen), token->beta);
-#pragma unroll
-    for (int i = 0; i < RPL; ++i)
-      u[i] = __shfl_sync(0xffffffffu, own_u, vl * LANES_K + i * (LANES_K / RPL));
-    if (t > 0 && writer) {
+      for (int i = 0; i < RPL; ++i) u[i] = __shfl_sync(all, own_u, vl * LANES_K + i * (LANES_K / RPL));
+      read_cols(token->q, qc, kl);
+      update_and_read<0, RPL>(h, kc, qc, u, o);
+    }
+    if (t > 0 && writes_o) {
       *out = to_bf16(own_o);
       out += row_stride;
     }
-    float qc[COLS];
-    read_cols(token->q, qc, kl);
-#pragma unroll
-    for (int i = 0; i < RPL; ++i) o[i] = 0.0f;
-#pragma unroll
-    for (int c = 0; c < COLS; ++c)
-#pragma unroll
-      for (int i = 0; i < RPL; ++i) {
-        h[i][c] = __fmaf_rn(kc[c], u[i], h[i][c]);
-        o[i] = __fmaf_rn(h[i][c], qc[c], o[i]);
-      }
     if (step < p.pitch) {
       if (record_u) u_row[step * row_stride] = own_u;
       if (p.write_snapshots && record) {
@@ -486,8 +549,8 @@ __device__ __forceinline__ void run_steps(const Params& p, const Unit& x, const 
     ++token;
     v += UNIT_ROWS;
   }
-  float own_o = reduce_rows(o, kl);
-  if (T > 0 && writer) *out = to_bf16(own_o);
+  const float own_o = reduce_rows(o, kl);
+  if (T > 0 && writes_o) *out = to_bf16(own_o);
 }
 
 extern "C" __global__ void __launch_bounds__(NW * 32, MIN_CTAS)
@@ -505,11 +568,14 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MIN_CTAS)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  // A launch that may overlap the kernel before it (VerifyTile.pdl) waits here; any other passes at once.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   int index = blockIdx.x;
   if (index >= p.num_units) return;
   Unit x = load_unit(p, index);
-  if (lane == 0) fetch_state(p, x, s, &state_bar[warp], warp);
-  if (warp == 0 && has_tokens) fetch_tokens(p, x, s.raw, &token_bar, lane);
+  fetch_state(p, x, s, &state_bar[warp], warp, lane == 0);
+  fetch_tokens(p, x, s.raw, &token_bar, lane, warp == 0 && has_tokens);
   u32 raw_gates = warp == NW - 1 ? load_raw_gates(p, x, lane) : 0;
   u32 token_phase = 0, state_phase = 0;
   float h[RPL][COLS];
@@ -549,10 +615,10 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MIN_CTAS)
     Unit next = x;
     if (more) {
       next = load_unit(p, index);
-      if (lane == 0) fetch_state(p, next, s, &state_bar[warp], warp);
+      fetch_state(p, next, s, &state_bar[warp], warp, lane == 0);
       // The other raw half is free: every warp has passed the barrier after the unit that read it.
-      if (warp == 0 && has_tokens)
-        fetch_tokens(p, next, s.raw + token_phase * p.num_tokens * RAW_ROW, &token_bar, lane);
+      fetch_tokens(p, next, s.raw + token_phase * p.num_tokens * RAW_ROW, &token_bar, lane,
+                   warp == 0 && has_tokens);
       if (warp == NW - 1) raw_gates = load_raw_gates(p, next, lane);
     }
     if (has_pending) {
