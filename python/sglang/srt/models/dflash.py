@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from sglang.kernels.ops.cpu import gemm
 from sglang.srt.configs.draft_config import SLIDING_ATTENTION, DraftConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.block_step import BlockLayerParts, BlockParts, BlockStep
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import Linear
+from sglang.srt.layers.linear import PANEL_ROWS, Linear, plain_linear
 from sglang.srt.layers.mlp import DenseMLP
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
@@ -33,8 +35,8 @@ StoreKV = Callable[[int, Tensor, Tensor], None]
 
 
 class BlockDraftAttention(nn.Module):
-    """Qwen3 attention without gate. Keys and values have a projection of their own, because context
-    rows need them without queries."""
+    """Qwen3 attention without gate. ``qkv_proj`` holds q, then k, then v rows; context rows use the
+    latter two alone."""
 
     def __init__(
         self,
@@ -59,28 +61,43 @@ class BlockDraftAttention(nn.Module):
                 config.sliding_window if config.layer_types[layer_id] == SLIDING_ATTENTION else 0
             ),
         )
-        q_rows = config.num_attention_heads * head_dim
+        self.q_rows = config.num_attention_heads * head_dim
         self.kv_rows = config.num_key_value_heads * head_dim
         size, bias = config.hidden_size, config.attention_bias
-        self.q_proj = Linear(size, q_rows, device=device, dtype=dtype, bias=bias)
-        self.kv_proj = Linear(size, 2 * self.kv_rows, device=device, dtype=dtype, bias=bias)
-        self.o_proj = Linear(q_rows, size, device=device, dtype=dtype, bias=bias)
+        rows = self.q_rows + 2 * self.kv_rows
+        self.qkv_proj = Linear(size, rows, device=device, dtype=dtype, bias=bias)
+        self.o_proj = Linear(self.q_rows, size, device=device, dtype=dtype, bias=bias)
         self.q_norm = RMSNorm(head_dim, eps, unit_offset=False, device=device)
         self.k_norm = RMSNorm(head_dim, eps, unit_offset=False, device=device)
         self.rotary = rotary
 
-    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, H] -> rotated keys and values, [T, Nkv, d] each."""
-        heads = (x.shape[0], self.attn.num_kv_heads, self.attn.head_dim)
-        k, v = self.kv_proj(x).split(self.kv_rows, dim=-1)
-        return self.rotary.rotate(self.k_norm(k.reshape(heads)), positions), v.reshape(heads)
+    @property
+    def can_pack(self) -> bool:
+        """Whether packing leaves the k and v rows addressable by themselves."""
+        return self.q_rows % PANEL_ROWS == 0
+
+    def context_keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Context rows x [T, H] -> rotated keys and values, [T, Nkv, d] each."""
+        qkv, num_rows = self.qkv_proj, 2 * self.kv_rows
+        if qkv.packed:
+            kv = gemm.packed_linear(x, qkv.storage[self.q_rows :], num_rows)
+        else:
+            kv = plain_linear(x, qkv.weight[self.q_rows :])
+        if qkv.bias is not None:
+            kv = kv + qkv.bias[self.q_rows :].to(kv.dtype)
+        return self._heads(*kv.split(self.kv_rows, dim=-1), positions)
+
+    def _heads(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (k.shape[0], self.attn.num_kv_heads, self.attn.head_dim)
+        return self.rotary.rotate(self.k_norm(k.reshape(shape)), positions), v.reshape(shape)
 
     def forward(self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Block rows [T, H] -> [T, H]; their keys and values go to ``fb.out_cache_loc``."""
         num_rows = x.shape[0]
-        q = self.q_proj(x).view(num_rows, self.attn.num_heads, self.attn.head_dim)
+        q, k, v = self.qkv_proj(x).split((self.q_rows, self.kv_rows, self.kv_rows), dim=-1)
+        q = q.reshape(num_rows, self.attn.num_heads, self.attn.head_dim)
         q = self.rotary.rotate(self.q_norm(q), fb.positions)
-        k, v = self.keys_values(x, fb.positions)
+        k, v = self._heads(k, v, fb.positions)
         return self.o_proj(backend.forward(q, k, v, self.attn, fb).reshape(num_rows, -1))
 
 
@@ -164,6 +181,7 @@ class DFlashDraftModel(nn.Module):
             BlockDraftLayer(config, layer_id=i, rotary=self.rotary, device=device, dtype=dtype)
             for i in range(config.num_hidden_layers)
         )
+        self.block_step: BlockStep | None = None
         self.mask_embedding = _read_mask_embedding(config, device, target.activation_dtype)
 
     def write_context(
@@ -177,7 +195,7 @@ class DFlashDraftModel(nn.Module):
         self.rotary.reserve(end_position)
         features = self.hidden_norm(self.fc(taps))
         for i, layer in enumerate(self.layers):
-            store(i, *layer.self_attn.keys_values(features, positions))
+            store(i, *layer.self_attn.context_keys_values(features, positions))
 
     def forward_block(self, fb: ForwardBatch) -> Tensor:
         """Run blocks of equal length; returns the final-norm rows [R, block, H]."""
@@ -191,13 +209,25 @@ class DFlashDraftModel(nn.Module):
             x = layer(x, fb, self.attn_backend, block)
         return self.norm(x).view(fb.batch_size, block, -1)
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """The target's head: [n, H] -> [n, vocab] fp32, scaled and capped as the config says."""
-        logits = self._target[0].compute_logits(hidden)
+    def draft_rows(self, fb: ForwardBatch, *, skip: int) -> tuple[Tensor, Tensor]:
+        """Run blocks; final-norm rows [R, n, H] and the head's logits [R, n, vocab] fp32 of all but
+        the first ``skip`` rows of each block, scaled and capped as the config says."""
+        block = fb.query_lens_cpu[0]
+        if self.block_step is not None and self.block_step.covers(fb):
+            self.rotary.reserve(max(fb.prefix_lens_cpu) + block)
+            first = torch.arange(fb.batch_size).unsqueeze(1) * block
+            wanted = (first + torch.arange(skip, block)).flatten()
+            hidden, logits = self.block_step.run(fb, wanted)
+        else:
+            hidden = self.forward_block(fb)[:, skip:].reshape(-1, self.config.hidden_size)
+            logits = self._target[0].compute_logits(hidden)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
-        return cap * torch.tanh(logits / cap) if cap > 0 else logits
+        if cap > 0:
+            logits = cap * torch.tanh(logits / cap)
+        shape = (fb.batch_size, block - skip, -1)
+        return hidden.view(shape), logits.view(shape)
 
     def weight_slots(self) -> WeightSlots:
         """Where each checkpoint tensor goes, under the prefix that the checkpoint uses."""
@@ -212,6 +242,40 @@ class DFlashDraftModel(nn.Module):
     def finish_loading(self) -> None:
         """Called once by the loader: pack the matrices where the platform has kernels for it."""
         pack_linears(self)
+        plain = self.config.conv_kernel_size == 0 and self.mask_embedding is None
+        if plain and isinstance(self.attn_backend, TorchNativeAttnBackend):
+            self.block_step = BlockStep.create(self._block_parts(self.attn_backend))
+
+    def _block_parts(self, backend: TorchNativeAttnBackend) -> BlockParts:
+        target, config, pool = self._target[0], self.config, backend.token_to_kv_pool
+        layers = [
+            BlockLayerParts(
+                input_norm=layer.input_layernorm,
+                post_norm=layer.post_attention_layernorm,
+                q_norm=layer.self_attn.q_norm,
+                k_norm=layer.self_attn.k_norm,
+                qkv=layer.self_attn.qkv_proj,
+                out=layer.self_attn.o_proj,
+                gate_up=layer.mlp.gate_up,
+                down=layer.mlp.down,
+                keys=pool.k_buffer[i],
+                values=pool.v_buffer[i],
+                sliding_window=layer.self_attn.attn.sliding_window,
+            )
+            for i, layer in enumerate(self.layers)
+        ]
+        return BlockParts(
+            layers=layers,
+            final_norm=self.norm,
+            rotary=self.rotary,
+            embedding=target.embed_tokens.table,
+            lm_head=target.lm_head,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            is_causal=bool(config.is_causal),
+            req_to_token=backend.req_to_token_pool.req_to_token,
+        )
 
 
 def checkpoint_names(directory: str) -> frozenset[str]:
@@ -254,8 +318,13 @@ def check_draft_config(
 
 def pack_linears(model: nn.Module) -> None:
     """Pack every linear map of ``model`` that the compiled CPU kernels can take."""
+    kept = {
+        module.qkv_proj
+        for module in model.modules()
+        if isinstance(module, BlockDraftAttention) and not module.can_pack
+    }
     for module in model.modules():
-        if isinstance(module, Linear) and gemm.can_pack(module.storage):
+        if isinstance(module, Linear) and module not in kept and gemm.can_pack(module.storage):
             module.pack()
 
 
@@ -264,25 +333,17 @@ def _layer_slots(slots: WeightSlots, prefix: str, layer: BlockDraftLayer) -> Non
     slots.add(f"{prefix}post_attention_layernorm.weight", layer.post_attention_layernorm.weight)
     attention, mlp = layer.self_attn, layer.mlp
     own = f"{prefix}self_attn."
-    keys, values = attention.kv_proj.weight.split(attention.kv_rows)
-    for name, weight in (
-        ("q_proj", attention.q_proj.weight),
-        ("k_proj", keys),
-        ("v_proj", values),
-        ("o_proj", attention.o_proj.weight),
-        ("q_norm", attention.q_norm.weight),
-        ("k_norm", attention.k_norm.weight),
-    ):
+    rows = (attention.q_rows, attention.kv_rows, attention.kv_rows)
+    names = ("q_proj", "k_proj", "v_proj")
+    for name, weight in zip(names, attention.qkv_proj.weight.split(rows), strict=True):
         slots.add(f"{own}{name}.weight", weight)
-    if attention.kv_proj.bias is not None:
-        key_bias, value_bias = attention.kv_proj.bias.split(attention.kv_rows)
-        for name, bias in (
-            ("q_proj", attention.q_proj.bias),
-            ("k_proj", key_bias),
-            ("v_proj", value_bias),
-            ("o_proj", attention.o_proj.bias),
-        ):
+    slots.add(f"{own}o_proj.weight", attention.o_proj.weight)
+    slots.add(f"{own}q_norm.weight", attention.q_norm.weight)
+    slots.add(f"{own}k_norm.weight", attention.k_norm.weight)
+    if attention.qkv_proj.bias is not None and attention.o_proj.bias is not None:
+        for name, bias in zip(names, attention.qkv_proj.bias.split(rows), strict=True):
             slots.add(f"{own}{name}.bias", bias)
+        slots.add(f"{own}o_proj.bias", attention.o_proj.bias)
     gate, up = mlp.gate_up.weight.split(mlp.intermediate_size)
     slots.add(f"{prefix}mlp.gate_proj.weight", gate)
     slots.add(f"{prefix}mlp.up_proj.weight", up)

@@ -39,8 +39,8 @@ class BlockRunner:
         self._req_pool = req_pool
         self._kv_pool = kv_pool
 
-    def run_block(self, batch: DraftBatch, num_rows: int) -> Tensor:
-        """Final-norm rows [R, num_rows, H] of ``[bonus, MASK, ...]`` at positions L, L+1, ..."""
+    def run_block(self, batch: DraftBatch, num_rows: int, *, skip: int) -> tuple[Tensor, Tensor]:
+        """Run ``[bonus, MASK, ...]`` at positions L, L+1, ...; see ``draft_rows`` for the result."""
         num_requests = len(batch.rows)
         ids = torch.full(
             (num_requests, num_rows), self.model.mask_token_id, dtype=torch.long, device=self.device
@@ -56,7 +56,7 @@ class BlockRunner:
             with_state=False,
         )
         self.model.attn_backend.init_forward_metadata(fb)
-        return self.model.forward_block(fb)
+        return self.model.draft_rows(fb, skip=skip)
 
     def write_prefill(self, fb: ForwardBatch, output: LogitsOutput) -> None:
         """Context KV of all rows of a prefill."""

@@ -34,9 +34,7 @@ class DFlashDrafter:
         self.capture_layer_ids = runner.model.target_layer_ids
 
     def propose(self, batch: DraftBatch) -> Proposal:
-        rows = self._runner.run_block(batch, self.draft_token_num)[:, 1:]
-        num_requests, width, size = rows.shape
-        logits = self._model.head(rows.reshape(-1, size)).view(num_requests, width, -1)
+        rows, logits = self._runner.run_block(batch, self.draft_token_num, skip=1)
         if isinstance(self._model, DFlash2DraftModel):
             return self._walk(self._model, batch, rows, logits)
         return Proposal(tokens=torch.argmax(logits, dim=-1))

@@ -36,16 +36,12 @@ class DSparkDrafter:
 
     def propose(self, batch: DraftBatch) -> Proposal:
         width = self.draft_token_num - 1
-        from_anchor = self._model.config.sample_from_anchor
-        rows = self._runner.run_block(batch, width if from_anchor else width + 1)
-        if not from_anchor:
-            rows = rows[:, 1:]
-        num_requests, _, size = rows.shape
-        base = self._model.head(rows.reshape(-1, size)).view(num_requests, width, -1)
+        dropped = 0 if self._model.config.sample_from_anchor else 1
+        rows, base = self._runner.run_block(batch, width + dropped, skip=dropped)
         draws = self._draws and DraftSampler.is_needed(batch)
         sampler = DraftSampler(batch, width, base.device) if draws else None
         head = self._model.markov_head
-        state = head.start(num_requests, rows)
+        state = head.start(len(batch.rows), rows)
         previous, tokens, probs = batch.bonus, [], []
         for i in range(width):
             bias, state = head.step(previous, rows[:, i], state)
