@@ -151,50 +151,76 @@ def test_many_streams_at_once(slow):
     assert [thread.result for thread in threads] == [letter * 10 for letter in letters]
 
 
-def test_keys(model):
-    """Catches an open route, a closed probe, and a user key that can flush."""
-    flags = ("--api-key", "user", "--admin-api-key", "admin")
+@pytest.fixture(scope="module")
+def guarded(model):
+    """A server with every guard on."""
+    flags = (
+        *("--api-key", "user", "--admin-api-key", "admin", "--allow-auto-truncate"),
+        *("--cors-allow-origins", "http://here", "--max-request-body-mb", "0.01"),
+    )
     with FakeServer(model, *flags) as server:
-        server.wait_ready()
-
-        def status(method, path, key=None):
-            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            body = {"prompt": "a", "max_tokens": 1} if method == "POST" else None
-            return httpx.request(method, server.url + path, headers=headers, json=body).status_code
-
-        for path in ("/health", "/ready", "/health_generate", "/metrics"):
-            assert status("GET", path) == 200
-        for path in ("/v1/models", "/server_info", "/nothing"):
-            assert status("GET", path) == 401
-            assert status("GET", path, "wrong") == 401
-            assert status("GET", path, "user") in (200, 404)
-        assert status("POST", "/v1/completions") == 401
-        assert status("POST", "/v1/completions", "user") == 200
-        assert status("POST", "/flush_cache", "user") == 401
-        assert status("POST", "/flush_cache", "admin") == 200
-        reply = httpx.get(server.url + "/v1/models", headers={"Origin": "http://elsewhere"})
-        assert "access-control-allow-origin" not in reply.headers
+        yield server.wait_ready()
 
 
-def test_cors_opens_only_for_the_named_origin(model):
+AS_USER = {"Authorization": "Bearer user"}
+
+
+def test_keys(guarded):
+    """Catches an open route, a closed probe, and a user key that can flush."""
+
+    def status(method, path, headers=None):
+        body = {"prompt": "a", "max_tokens": 1} if method == "POST" else None
+        return httpx.request(method, guarded.url + path, headers=headers, json=body).status_code
+
+    for path in ("/health", "/ready", "/health_generate", "/metrics"):
+        assert status("GET", path) == 200
+    for path in ("/v1/models", "/server_info", "/nothing"):
+        assert status("GET", path) == 401
+        assert status("GET", path, {"Authorization": "Bearer wrong"}) == 401
+        assert status("GET", path, {"Authorization": "Basic user"}) == 401
+        assert status("GET", path, AS_USER) in (200, 404)
+    assert status("POST", "/v1/completions") == 401
+    assert status("POST", "/v1/completions", AS_USER) == 200
+    assert status("POST", "/v1/completions", {"x-api-key": "user"}) == 200
+    assert status("POST", "/flush_cache", AS_USER) == 401
+    assert status("POST", "/flush_cache", {"Authorization": "Bearer admin"}) == 200
+    assert status("OPTIONS", "/v1/models") != 401
+
+
+def test_cors_opens_only_for_the_named_origin(guarded, slow):
     """Catches CORS that is open by default or for everyone."""
-    with FakeServer(model, "--cors-allow-origins", "http://here") as server:
-        server.wait_ready()
-        for origin, allowed in (("http://here", "http://here"), ("http://there", None)):
-            reply = httpx.get(server.url + "/v1/models", headers={"Origin": origin})
-            assert reply.headers.get("access-control-allow-origin") == allowed
+    for server, origin, allowed in (
+        (guarded, "http://here", "http://here"),
+        (guarded, "http://there", None),
+        (slow, "http://here", None),
+    ):
+        headers = AS_USER | {"Origin": origin}
+        reply = httpx.get(server.url + "/v1/models", headers=headers)
+        assert reply.headers.get("access-control-allow-origin") == allowed
 
 
-def test_body_limit(model):
+def test_body_limit(guarded):
     """Catches a body that fills the memory, with and without its length announced."""
-    with FakeServer(model, "--max-request-body-mb", "0.01") as server:
-        server.wait_ready()
-        big = json.dumps({"prompt": "a" * 20000}).encode()
-        url = server.url + "/v1/completions"
-        for content in (big, iter([big[:9000], big[9000:]])):
-            reply = httpx.post(url, content=content)
-            assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_large")
-        assert httpx.post(url, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    big = json.dumps({"prompt": "a" * 20000}).encode()
+    url = guarded.url + "/v1/completions"
+    for content in (big, iter([big[:9000], big[9000:]])):
+        reply = httpx.post(url, content=content, headers=AS_USER)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_large")
+    body = {"prompt": "a", "max_tokens": 1}
+    assert httpx.post(url, json=body, headers=AS_USER).status_code == 200
+
+
+def test_long_prompt_is_cut_when_asked(guarded):
+    """Catches truncation at the wrong end, and truncation that nobody asked for."""
+    body = {"prompt": "a" * 70 + "b" * 62, "max_tokens": 5}
+    reply = httpx.post(guarded.url + "/v1/completions", json=body, headers=AS_USER).json()
+    assert reply["usage"] == {
+        "prompt_tokens": 63,
+        "completion_tokens": 1,
+        "total_tokens": 64,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+    assert reply["choices"][0]["text"] == "a"
 
 
 def test_full_queue_answers_every_request(model):
@@ -211,21 +237,6 @@ def test_full_queue_answers_every_request(model):
         assert statuses == [200] * 10 + [503] * 10
         refused = next(t.result for t in threads if t.result.status_code == 503)
         assert refused.headers["retry-after"] and refused.json()["error"]["code"] == "queue_full"
-
-
-def test_long_prompt_is_cut_when_asked(model):
-    """Catches truncation at the wrong end, and truncation that nobody asked for."""
-    with FakeServer(model, "--allow-auto-truncate") as server:
-        server.wait_ready()
-        body = {"prompt": "a" * 70 + "b" * 62, "max_tokens": 5}
-        reply = httpx.post(server.url + "/v1/completions", json=body).json()
-        assert reply["usage"] == {
-            "prompt_tokens": 63,
-            "completion_tokens": 1,
-            "total_tokens": 64,
-            "prompt_tokens_details": {"cached_tokens": 1},
-        }
-        assert reply["choices"][0]["text"] == "a"
 
 
 def test_request_log_has_sizes_and_no_text(model):
