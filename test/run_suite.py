@@ -35,6 +35,7 @@ from sglang.test.ci.ci_register import (  # noqa: E402
     collect_tests,
 )
 
+SLOWEST_SHOWN = 8
 FIRST_SUITES = ("unit", "kernels", "attention", "e2e")
 PYTEST_RAN_NOTHING = 5
 
@@ -47,6 +48,10 @@ class Outcome:
     failed: int = 0
     skip_reasons: collections.Counter[str] = field(default_factory=collections.Counter)
     seconds: float = 0.0
+    file_seconds: dict[str, float] = field(default_factory=dict)
+
+    def spent(self, file: str, seconds: float) -> None:
+        self.file_seconds[file] = self.file_seconds.get(file, 0.0) + seconds
 
     @property
     def skipped(self) -> int:
@@ -57,6 +62,8 @@ class Outcome:
         self.failed += other.failed
         self.skip_reasons += other.skip_reasons
         self.seconds += other.seconds
+        for file, seconds in other.file_seconds.items():
+            self.spent(file, seconds)
 
 
 def find_files() -> list[str]:
@@ -87,11 +94,19 @@ def select(args: argparse.Namespace) -> dict[str, list[CIRegistry]]:
     return dict(sorted(suites.items(), key=lambda item: (rank.get(item[0], len(rank)), item[0])))
 
 
+def _file_of(classname: str) -> str:
+    """`test.registered.unit.test_x.TestClass` -> `unit/test_x`."""
+    parts = classname.split(".")
+    last = next((i for i, part in enumerate(parts) if part.startswith("test_")), len(parts) - 1)
+    return "/".join(parts[max(0, last - 1) : last + 1])
+
+
 def read_report(report: Path) -> Outcome:
     """Count the test cases of a JUnit file."""
     outcome = Outcome()
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         skipped = case.find("skipped")
+        outcome.spent(_file_of(case.get("classname", "")), float(case.get("time", 0)))
         if case.find("failure") is not None or case.find("error") is not None:
             outcome.failed += 1
         elif skipped is not None:
@@ -133,6 +148,8 @@ def print_summary(outcomes: dict[str, Outcome]) -> Outcome:
             f"{name}: {outcome.passed} passed, {outcome.failed} failed, "
             f"{outcome.skipped} skipped in {outcome.seconds:.0f} s"
         )
+    slowest = sorted(total.file_seconds.items(), key=lambda item: -item[1])[:SLOWEST_SHOWN]
+    print("slowest: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in slowest))
     for reason, count in total.skip_reasons.most_common():
         print(f"skipped {count}: {reason}")
     print(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import pytest
 
@@ -89,6 +90,7 @@ def test_counts_and_reasons_close_the_output(runner, add, capfd, monkeypatch):
     status, lines = run(runner, capfd, monkeypatch)
     assert status == 0, "\n".join(lines)
     assert lines[-1] == "2 passed, 0 failed, 2 skipped"
+    assert any(re.match(r"slowest: (unit/test_a|e2e/test_b) \d+ s, ", line) for line in lines)
     assert any("skipped 2: needs a GPU" in line for line in lines)
 
 
