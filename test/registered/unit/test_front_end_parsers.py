@@ -9,11 +9,11 @@ import pytest
 
 from sglang.srt.parser.chat_output import ChatOutputParser
 from sglang.srt.parser.events import CallArguments, CallStart, Content, Reasoning
+from sglang.srt.parser.qwen3_coder import Qwen3CoderParser
 from sglang.srt.parser.reasoning import ReasoningSplitter
 from sglang.srt.parser.tool_calls import (
     PARSERS,
     ForcedCallsParser,
-    Qwen3CoderParser,
     QwenJsonParser,
     forced_calls_schema,
     parser_for_template,
