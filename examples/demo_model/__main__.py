@@ -82,13 +82,19 @@ def _parser() -> argparse.ArgumentParser:
 def _scaled(plan: Plan, scale: float) -> Plan:
     if scale == 1.0:
         return plan
-    changes: dict[str, object] = {
-        name: dataclasses.replace(phase, steps=max(1, round(phase.steps * scale)))
-        for name in ("pretrain", "long_pretrain", "chat", "mtp", "drafter")
-        if isinstance(phase := getattr(plan, name), Phase)
-    }
-    batches = max(1, round(plan.own_text_batches * scale))
-    return dataclasses.replace(plan, own_text_batches=batches, **changes)
+
+    def scaled(phase: Phase) -> Phase:
+        return dataclasses.replace(phase, steps=max(1, round(phase.steps * scale)))
+
+    return dataclasses.replace(
+        plan,
+        pretrain=scaled(plan.pretrain),
+        long_pretrain=scaled(plan.long_pretrain),
+        chat=scaled(plan.chat),
+        mtp=scaled(plan.mtp),
+        drafter=scaled(plan.drafter),
+        own_text_batches=max(1, round(plan.own_text_batches * scale)),
+    )
 
 
 def _train(options: argparse.Namespace, plan: Plan, corpus: Corpus, device: Device) -> None:

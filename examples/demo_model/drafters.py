@@ -6,6 +6,7 @@ Parameter names are those of the published draft checkpoints.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -129,7 +130,7 @@ class BlockDrafter(nn.Module):
         row_anchor = anchors.repeat_interleave(self.geo.block_size, dim=1)
         unseen = (base >= row_anchor.unsqueeze(-1))[:, None, None]
         x = block_embeddings.flatten(1, 2)
-        for layer in self.layers:
+        for layer in (cast(DraftLayer, module) for module in self.layers):
             context = DraftContext(*layer.self_attn.keys_values(features, base))
             x = x + layer.self_attn(layer.input_layernorm(x), positions, context, unseen)
             x = x + layer.mlp(layer.post_attention_layernorm(x))

@@ -172,14 +172,16 @@ class GatedDeltaNet(nn.Module):
         padded = F.pad(projected, (0, 0, width - 1, 0))
         taps = self.conv1d.weight[:, 0].to(projected.dtype)
         length = projected.shape[1]
-        convolved = sum(padded[:, i : i + length] * taps[:, i] for i in range(width))
+        convolved = padded[:, :length] * taps[:, 0]
+        for tap in range(1, width):
+            convolved = convolved + padded[:, tap : tap + length] * taps[:, tap]
         with torch.autocast(x.device.type, enabled=False):
             q, k, v, g, beta = self._inputs(x.float(), convolved)
             mixed = chunked_delta_rule(q, k, v, g, beta, CHUNK)
         return self._finish(mixed, x)
 
-    def step(self, x: torch.Tensor, position: int, cache: LinearCache) -> torch.Tensor:
-        del position
+    def step(self, x: torch.Tensor, cache: LinearCache) -> torch.Tensor:
+        """One token per row; a GDN layer has no positions."""
         projected = self.in_proj_qkv(x)
         window = torch.cat([cache.history, projected.transpose(1, 2)], dim=-1)
         cache.history.copy_(window[..., 1:])
@@ -217,5 +219,7 @@ class DecoderLayer(nn.Module):
     def step(
         self, x: torch.Tensor, position: int, cache: AttentionCache | LinearCache
     ) -> torch.Tensor:
-        x = x + self.mixer.step(self.input_layernorm(x), position, cache)
-        return self.finish(x)
+        normed = self.input_layernorm(x)
+        if isinstance(cache, AttentionCache):
+            return self.finish(x + self.self_attn.step(normed, position, cache))
+        return self.finish(x + self.linear_attn.step(normed, cache))

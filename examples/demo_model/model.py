@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +60,7 @@ class MTPBlock(nn.Module):
             for depth ``j`` the outputs ``[B, T, H]`` that predict token ``t + j + 1``. The chain that
             starts at ``t`` sees first-depth keys up to ``t`` and its own deeper ones.
         """
-        layer = self.layers[0]
+        layer = cast(DecoderLayer, self.layers[0])
         attention = layer.self_attn
         base = torch.arange(hidden.shape[1], device=hidden.device)
         causal = torch.ones(len(base), len(base), dtype=torch.bool, device=base.device).tril()
@@ -194,5 +195,5 @@ class DemoModel(nn.Module):
         """``ids [B]`` at ``position`` -> logits ``[B, vocab]``; the caches advance."""
         x = self.embed(ids).unsqueeze(1)
         for layer, cache in zip(self.model.layers, caches, strict=True):
-            x = layer.step(x, position, cache)
+            x = cast(DecoderLayer, layer).step(x, position, cache)
         return self.logits(self.model.norm(x)).squeeze(1)

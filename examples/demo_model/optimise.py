@@ -123,7 +123,7 @@ class _GraphStepper:
             self._warm += 1
             return self._on_side_stream(batch)
         if self._graph is None:
-            self._record(batch)
+            self._graph = self._record(batch)
         for static, fresh in zip(self._inputs, batch, strict=True):
             static.copy_(fresh)
         self._graph.replay()
@@ -137,13 +137,13 @@ class _GraphStepper:
         torch.cuda.current_stream().wait_stream(side)
         return parts
 
-    def _record(self, batch: tuple[torch.Tensor, ...]) -> None:
+    def _record(self, batch: tuple[torch.Tensor, ...]) -> torch.cuda.CUDAGraph:
         self._inputs = tuple(tensor.clone() for tensor in batch)
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._parts = _eager_step(self._task, self._optimizer, self._device, self._inputs)
-        self._graph = graph
+        return graph
 
 
 def _set_learning_rate(optimizer: torch.optim.AdamW, rate: float) -> None:
