@@ -4,188 +4,204 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import shlex
 import sys
-from contextlib import ExitStack
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from sglang.parity.client import Client, NativeClient, OpenAIClient, ServerError
-from sglang.parity.compare import compare
-from sglang.parity.report import AlgorithmReport, page, table
-from sglang.parity.servers import ServerProcess
-from sglang.parity.workloads import WORKLOADS, Outcome, Sizes
+from sglang.parity.report import (
+    NOT_COMPARED,
+    VERDICTS,
+    AlgorithmReport,
+    overall,
+    page,
+    table,
+)
+from sglang.parity.runner import Job, run_pair, running, started
+from sglang.parity.servers import LAUNCHER
+from sglang.parity.workloads import WORKLOADS, Sizes
+from sglang.version import __version__
 
 LOSSLESS = "--enable-linear-lossless-verify"
+NO_CACHE = "--disable-radix-cache"
 BUNDLED_DRAFTS = {"DFLASH": "demo-dflash", "DSPARK": "demo-dspark"}
+CHOSEN_HERE = {
+    "--host": "the servers listen on this machine only",
+    "--port": "each server gets a free port",
+    "--speculative-algorithm": "give --algorithms",
+    "--speculative-draft-model-path": "give --draft-model-path ALGORITHM=PATH",
+    LOSSLESS: "one of the two servers gets it",
+}
+"""Server flags that the tool sets itself, and what to do instead."""
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The tool's own arguments; all others go to the servers."""
     parser = argparse.ArgumentParser(
         prog="sglang parity",
+        allow_abbrev=False,
         description="Show that lossless verify gives the outputs of the default verify, bit for "
         "bit; or compare any two running servers. Server flags that this tool does not know are "
         "passed on to both servers.",
         epilog="exit status: 0 all equal, 1 a difference, 2 the comparison could not be made",
     )
-    parser.add_argument("--model-path", help="checkpoint folder, or demo")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model-path", help="checkpoint folder, or demo")
+    add(
         "--algorithms",
         default="NEXTN",
         help="comma-separated speculative algorithms to run (default: NEXTN)",
     )
-    parser.add_argument(
+    add(
         "--draft-model-path",
         action="append",
         default=[],
         metavar="ALGORITHM=PATH",
         help="draft checkpoint of an algorithm; the bundled ones are used with demo",
     )
-    parser.add_argument(
+    add(
         "--attach",
         nargs=2,
         metavar=("LEFT_URL", "RIGHT_URL"),
         help="compare two servers that run already instead of starting any",
     )
-    parser.add_argument(
+    add(
         "--protocol",
         choices=("native", "openai"),
         default="native",
         help="protocol of attached servers (default: native)",
     )
-    parser.add_argument("--api-key", help="bearer key of attached servers")
-    parser.add_argument(
+    add("--api-key", help="bearer key of the servers")
+    add(
         "--workloads",
         default=",".join(WORKLOADS),
         help=f"comma-separated, of {', '.join(WORKLOADS)} (default: all)",
     )
-    parser.add_argument("--short", action="store_true", help="a few tokens of each; for tests")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--html", metavar="FILE", help="write the report as a page")
+    add("--short", action="store_true", help="fewer prompts and tokens; for quick tests")
+    add("--json", metavar="FILE", help="write the report as JSON")
+    add("--html", metavar="FILE", help="write the report as a page")
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a comparison; return the verdict as an exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+def main(argv: Sequence[str] | None = None, *, launcher: Sequence[str] = LAUNCHER) -> int:
+    """Run a comparison; return the verdict as an exit status.
+
+    launcher  module that starts a server, with what comes before the server's flags
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
     args, server_flags = build_parser().parse_known_args(argv)
     try:
-        workloads = _chosen_workloads(args.workloads)
-        sizes = Sizes.short() if args.short else Sizes()
+        job = _job(args, server_flags)
+        _check_writable(args)
         if args.attach:
-            left_name, right_name = args.attach
-            reports = [_run_attached(args, workloads, sizes)]
+            reports = [_run_attached(args, server_flags, job)]
         else:
-            left_name, right_name = "default", "lossless"
-            reports = _run_started(args, server_flags, workloads, sizes)
-    except (ServerError, ValueError) as error:
+            reports = _run_started(args, server_flags, job, launcher)
+    except (ServerError, ValueError, OSError) as error:
         print(f"sglang parity: {error}", file=sys.stderr)
-        return 2
-    print(table(reports, left_name, right_name))
+        return NOT_COMPARED
+    print(table(reports))
     command = shlex.join(["sglang", "parity", *argv])
-    equal = all(report.equal for report in reports)
     if args.json:
-        record = {
-            "command": command,
-            "equal": equal,
-            "algorithms": [report.to_dict() for report in reports],
-        }
-        Path(args.json).write_text(json.dumps(record, indent=1))
+        Path(args.json).write_text(_record(reports, job, command), encoding="utf-8")
     if args.html:
-        Path(args.html).write_text(page(reports, left_name, right_name, command))
-    print("verdict: " + ("equal" if equal else "NOT equal"))
-    return 0 if equal else 1
+        Path(args.html).write_text(page(reports, command), encoding="utf-8")
+    verdict = overall(reports)
+    print(f"verdict: {VERDICTS[verdict]}")
+    return verdict
 
 
-def _chosen_workloads(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    unknown = [name for name in names if name not in WORKLOADS]
-    if unknown or not names:
-        raise ValueError(f"--workloads {text!r}: choose one or more of {', '.join(WORKLOADS)}")
+def _names(text: str, flag: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"{flag} {text!r}: name at least one")
     return names
 
 
-def _run_attached(args: argparse.Namespace, workloads: list[str], sizes: Sizes) -> AlgorithmReport:
-    if args.protocol == "native":
-        clients = [NativeClient(url, api_key=args.api_key, digests=False) for url in args.attach]
-    else:
-        clients = [OpenAIClient(url, api_key=args.api_key) for url in args.attach]
-    sides = {
-        url: [_run_all(client, workloads, sizes, url) for _ in range(2)]
-        for url, client in zip(args.attach, clients, strict=True)
-    }
-    return _report("attached", sides, clients[0])
+def _job(args: argparse.Namespace, server_flags: list[str]) -> Job:
+    names = _names(args.workloads, "--workloads")
+    unknown = [name for name in names if name not in WORKLOADS]
+    if unknown:
+        raise ValueError(f"--workloads {args.workloads!r}: choose of {', '.join(WORKLOADS)}")
+    return Job(
+        workloads=names,
+        sizes=Sizes.short() if args.short else Sizes(),
+        expect_resume=not args.attach and NO_CACHE not in server_flags,
+        expect_lossless=not args.attach,
+    )
+
+
+def _check_writable(args: argparse.Namespace) -> None:
+    """Fail before hours of work, not after. Raises: OSError for a report that cannot be written."""
+    for name in (args.json, args.html):
+        if name:
+            Path(name).open("a", encoding="utf-8").close()
+
+
+def _run_attached(args: argparse.Namespace, server_flags: list[str], job: Job) -> AlgorithmReport:
+    if server_flags or args.model_path:
+        extra = " ".join(["--model-path"] * bool(args.model_path) + server_flags)
+        raise ValueError(f"{extra}: servers that run already take no flags; leave out --attach")
+    left, right = args.attach
+    if left.rstrip("/") == right.rstrip("/"):
+        raise ValueError(f"--attach {left} {right}: both are the same server")
+    make: type[NativeClient] | type[OpenAIClient]
+    make = NativeClient if args.protocol == "native" else OpenAIClient
+
+    def client(url: str) -> Client:
+        return make(url, api_key=args.api_key)
+
+    return run_pair("attached", {url: running(partial(client, url)) for url in args.attach}, job)
 
 
 def _run_started(
-    args: argparse.Namespace, server_flags: list[str], workloads: list[str], sizes: Sizes
+    args: argparse.Namespace, server_flags: list[str], job: Job, launcher: Sequence[str]
 ) -> list[AlgorithmReport]:
     if not args.model_path:
         raise ValueError("--model-path is needed (a checkpoint folder, or demo), or --attach")
+    for flag in server_flags:
+        name = flag.partition("=")[0]
+        if name in CHOSEN_HERE:
+            raise ValueError(f"{name}: {CHOSEN_HERE[name]}")
+    drafts = _drafts(args)
+    common = ["--model-path", args.model_path, *server_flags]
+    if args.api_key:
+        common += ["--api-key", args.api_key]
+    reports = []
+    for algorithm in _names(args.algorithms, "--algorithms"):
+        flags = [*common, "--speculative-algorithm", algorithm]
+        if algorithm in drafts:
+            flags += ["--speculative-draft-model-path", drafts[algorithm]]
+        sides = {
+            "default": started(flags, api_key=args.api_key, launcher=launcher),
+            "lossless": started([*flags, LOSSLESS], api_key=args.api_key, launcher=launcher),
+        }
+        reports.append(run_pair(algorithm, sides, job))
+    return reports
+
+
+def _drafts(args: argparse.Namespace) -> dict[str, str]:
+    """Draft checkpoint of each algorithm that has one."""
     drafts = dict(BUNDLED_DRAFTS if args.model_path == "demo" else {})
     for item in args.draft_model_path:
         algorithm, _, path = item.partition("=")
         if not path:
             raise ValueError(f"--draft-model-path {item!r}: write ALGORITHM=PATH")
         drafts[algorithm] = path
-    reports = []
-    for algorithm in [name for name in args.algorithms.split(",") if name]:
-        flags = ["--model-path", args.model_path, "--speculative-algorithm", algorithm]
-        if algorithm in drafts:
-            flags += ["--speculative-draft-model-path", drafts[algorithm]]
-        flags += server_flags
-        reports.append(_run_algorithm(algorithm, flags, workloads, sizes))
-    return reports
+    return drafts
 
 
-def _run_algorithm(
-    algorithm: str, flags: list[str], workloads: list[str], sizes: Sizes
-) -> AlgorithmReport:
-    with ExitStack() as stack:
-        sides: dict[str, list[dict[str, Outcome]]] = {}
-        clients: dict[str, NativeClient] = {}
-        for side, extra in (("default", []), ("lossless", [LOSSLESS])):
-            _say(f"{algorithm}: starting the {side} server")
-            server = stack.enter_context(ServerProcess([*flags, *extra]))
-            clients[side] = NativeClient(server.url)
-            sides[side] = [
-                _run_all(clients[side], workloads, sizes, f"{algorithm}, {side}, run {run}")
-                for run in (1, 2)
-            ]
-        return _report(algorithm, sides, clients["default"])
-
-
-def _run_all(client: Client, workloads: list[str], sizes: Sizes, label: str) -> dict[str, Outcome]:
-    """Run the workloads on a flushed server."""
-    outcomes = {}
-    for name in workloads:
-        _say(f"{label}: {name}")
-        client.flush()
-        outcomes[name] = WORKLOADS[name](client, sizes)
-    return outcomes
-
-
-def _report(
-    algorithm: str, sides: dict[str, list[dict[str, Outcome]]], client: Client
-) -> AlgorithmReport:
-    report = AlgorithmReport(algorithm)
-    (_, left_runs), (_, right_runs) = sides.items()
-    for name in left_runs[0]:
-        for group in compare(left_runs[0][name], right_runs[0][name], client):
-            report.across[group.group] = group
-        for side, runs in sides.items():
-            for group in compare(runs[0][name], runs[1][name], None):
-                report.within.setdefault(side, {})[group.group] = group
-    lengths = [
-        c.accept_length
-        for outcome in right_runs[0].values()
-        for c in outcome.completions
-        if c.accept_length
-    ]
-    report.accept_length = sum(lengths) / len(lengths) if lengths else None
-    return report
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
+def _record(reports: Sequence[AlgorithmReport], job: Job, command: str) -> str:
+    record = {
+        "command": command,
+        "version": __version__,
+        "machine": {"platform": platform.platform(), "python": platform.python_version()},
+        "sizes": vars(job.sizes),
+        "workloads": list(job.workloads),
+        "verdict": VERDICTS[overall(reports)],
+        "algorithms": [report.to_dict() for report in reports],
+    }
+    return json.dumps(record, indent=1) + "\n"

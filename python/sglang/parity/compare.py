@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 
 from sglang.parity.client import Client, Completion
-from sglang.parity.workloads import PROMPTS, Outcome
+from sglang.parity.workloads import Outcome
 
 
 @dataclass
 class Difference:
-    """First position at which two outputs differ, or a differing state digest (position -1)."""
+    """First position at which two outputs differ, or differing state digests (position -1).
+
+    ``logit_gap``  difference of the two best log probabilities there: small at a near tie
+    """
 
     group: str
     index: int
@@ -20,6 +24,7 @@ class Difference:
     logit_gap: float | None = None
 
     def sentence(self) -> str:
+        """One line for a person."""
         if self.position < 0:
             return f"{self.group} {self.index}: same tokens, but the recurrent state differs"
         gap = "" if self.logit_gap is None else f", gap of the two best {self.logit_gap:.2e}"
@@ -31,19 +36,27 @@ class Difference:
 
 @dataclass
 class GroupResult:
-    """Comparisons of one column of the table."""
+    """Comparisons of one column of the table.
+
+    ``cached``  prompt tokens from the prefix cache, of each right output that reports them
+    """
 
     group: str
-    equal: int
-    total: int
-    compared_tokens: int
-    compared_digests: int
-    cached: list[int]
-    differences: list[Difference]
+    equal: int = 0
+    total: int = 0
+    compared_tokens: int = 0
+    compared_digests: int = 0
+    cached: list[int] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
 
     @property
     def ratio(self) -> str:
         return f"{self.equal}/{self.total}"
+
+    @property
+    def is_equal(self) -> bool:
+        """True if all comparisons hold, and there was at least one."""
+        return 0 < self.total == self.equal
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -67,44 +80,37 @@ def compare(left: Outcome, right: Outcome, client: Client | None) -> list[GroupR
     """
     if left.group != right.group or not left.group:
         raise ValueError(f"nothing to compare: {len(left.group)} against {len(right.group)} runs")
-    results: dict[str, GroupResult] = {}
-    for group in dict.fromkeys(left.group):
-        results[group] = GroupResult(group, 0, 0, 0, 0, [], [])
-    for number, (group, a, b) in enumerate(
-        zip(left.group, left.completions, right.completions, strict=True)
-    ):
-        result = results[group]
-        index = result.total
-        result.total += 1
-        result.compared_tokens += len(a.output)
-        if b.cached is not None:
-            result.cached.append(b.cached)
-        position = first_difference(a, b)
-        if position is not None:
-            result.differences.append(_difference(group, index, number, a, b, position, client))
-            continue
-        if a.digest is not None and b.digest is not None:
-            result.compared_digests += 1
-            if a.digest != b.digest:
-                result.differences.append(Difference(group, index, -1, a.digest, b.digest))
-                continue
-        result.equal += 1
+    results = {group: GroupResult(group) for group in dict.fromkeys(left.group)}
+    for group, a, b in zip(left.group, left.completions, right.completions, strict=True):
+        _compare_one(results[group], a, b, client)
     return list(results.values())
 
 
-def _difference(
-    group: str,
-    index: int,
-    number: int,
-    a: Completion,
-    b: Completion,
-    position: int,
-    client: Client | None,
-) -> Difference:
-    def at(c: Completion) -> int | str | None:
-        return c.output[position] if position < len(c.output) else None
+def compare_runs(
+    left: dict[str, Outcome], right: dict[str, Outcome], client: Client | None
+) -> dict[str, GroupResult]:
+    """Compare all workloads of two runs; results by column."""
+    groups: Iterable[GroupResult] = (
+        group for name in left for group in compare(left[name], right[name], client)
+    )
+    return {group.group: group for group in groups}
 
-    gap = None
-    if client is not None:
-        gap = client.gap(PROMPTS[number % len(PROMPTS)], a, position)
-    return Difference(group, index, position, at(a), at(b), gap)
+
+def _compare_one(result: GroupResult, a: Completion, b: Completion, client: Client | None) -> None:
+    index = result.total
+    result.total += 1
+    result.compared_tokens += len(a.output)
+    if b.cached is not None:
+        result.cached.append(b.cached)
+    position = first_difference(a, b)
+    if position is not None:
+        gap = client.gap(a, position) if client is not None else None
+        left, right = (c.output[position] if position < len(c.output) else None for c in (a, b))
+        result.differences.append(Difference(result.group, index, position, left, right, gap))
+        return
+    if a.digest is not None and b.digest is not None:
+        result.compared_digests += 1
+        if a.digest != b.digest:
+            result.differences.append(Difference(result.group, index, -1, a.digest, b.digest))
+            return
+    result.equal += 1

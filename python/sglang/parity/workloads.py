@@ -68,7 +68,7 @@ def run_multi_turn(client: Client, sizes: Sizes) -> Outcome:
     for prompt in PROMPTS[: sizes.num_conversations]:
         first = client.complete(prompt, max(1, sizes.turn_tokens - client.count(prompt)))
         outcome.add("turn 1", first)
-        outcome.add("turn 2", client.follow(prompt, first, FOLLOW_UP, sizes.follow_tokens))
+        outcome.add("turn 2", client.follow(first, FOLLOW_UP, sizes.follow_tokens))
     return outcome
 
 
