@@ -81,7 +81,7 @@ class SchedulerClient:
         )
         self._push = self._bind(zmq.PUSH, to_scheduler)
         self._pull = self._bind(zmq.PULL, from_scheduler)
-        self._loop.add_reader(self._pull.getsockopt(zmq.FD), self._drain)
+        self._loop.add_reader(int(self._pull.getsockopt(zmq.FD)), self._drain)
         self._process = subprocess.Popen(
             [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,
@@ -172,7 +172,7 @@ class SchedulerClient:
         self._closing = True
         if self._watch is not None:
             self._watch.cancel()
-        self._loop.remove_reader(self._pull.getsockopt(zmq.FD))
+        self._loop.remove_reader(int(self._pull.getsockopt(zmq.FD)))
         assert self._process.stdin is not None
         self._process.stdin.close()
         deadline = self._loop.time() + timeout_s

@@ -47,18 +47,20 @@ class ServerMetrics:
     """One registry with the `sglang:` names; every metric carries the label `model_name`."""
 
     def __init__(self, model_name: str) -> None:
-        self._registry = CollectorRegistry()
-        label = {"labelnames": ["model_name"], "registry": self._registry}
+        self._registry = registry = CollectorRegistry()
+        labels = ["model_name"]
         self._gauges = {
-            name: Gauge(f"sglang:{name}", text, **label).labels(model_name)
+            name: Gauge(f"sglang:{name}", text, labels, registry=registry).labels(model_name)
             for name, text in _GAUGES.items()
         }
         self._counters = {
-            name: Counter(f"sglang:{name}", text, **label).labels(model_name)
+            name: Counter(f"sglang:{name}", text, labels, registry=registry).labels(model_name)
             for name, text in {**_COUNTERS, **dict(_STAT_COUNTERS.values())}.items()
         }
         histograms = {
-            name: Histogram(f"sglang:{name}", text, buckets=_SECONDS, **label).labels(model_name)
+            name: Histogram(
+                f"sglang:{name}", text, labels, registry=registry, buckets=_SECONDS
+            ).labels(model_name)
             for name, text in _HISTOGRAMS.items()
         }
         self._first_token = histograms["time_to_first_token_seconds"]

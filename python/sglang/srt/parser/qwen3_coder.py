@@ -44,7 +44,6 @@ class Qwen3CoderParser:
         self._streams_text = False
         self._value_begun = False
         self._value = ""
-        self._value_begun = False
         self._text_opened = False
         self._undecided_at = 0
 
@@ -190,7 +189,8 @@ class Qwen3CoderParser:
             rest = self._buffer[match.end() :].lstrip()
             mark = match.group(0)
             if mark == PARAMETER_CLOSE:
-                followers, after = _AFTER_VALUE, match.end()
+                followers: tuple[str, ...] = _AFTER_VALUE
+                after = match.end()
             elif mark == "\n" + FUNCTION_CLOSE:
                 followers, after = (CALL_CLOSE,), match.start()
             else:

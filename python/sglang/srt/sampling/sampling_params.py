@@ -34,9 +34,7 @@ def to_float32(value: float) -> float:
         return math.copysign(math.inf, value)
 
 
-class SamplingParams(
-    msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
-):
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Options of one request, under SGLang's native names.
 
     Call `normalize()` once, then `verify(vocab_size)`; after both:
@@ -81,9 +79,7 @@ class SamplingParams(
     @property
     def grammar(self) -> tuple[str, str] | None:
         """(kind, text) of the constraint, kind one of `json_schema`, `regex`, `ebnf`."""
-        for name, text in zip(
-            _GRAMMAR_FIELDS, (self.json_schema, self.regex, self.ebnf)
-        ):
+        for name, text in zip(_GRAMMAR_FIELDS, (self.json_schema, self.regex, self.ebnf)):
             if text is not None:
                 return name, text
         return None
@@ -102,9 +98,7 @@ class SamplingParams(
         self.stop = list(dict.fromkeys(text for text in self.stop or [] if text))
         self.stop_token_ids = sorted(set(self.stop_token_ids or []))
         if self.logit_bias is not None:
-            self.logit_bias = {
-                key: to_float32(value) for key, value in self.logit_bias.items()
-            }
+            self.logit_bias = {key: to_float32(value) for key, value in self.logit_bias.items()}
 
     def verify(self, vocab_size: int) -> None:
         """Check every bound; expects `normalize()` first.
@@ -144,13 +138,10 @@ class SamplingParams(
 
     def _verify_lengths(self) -> None:
         if self.max_new_tokens is not None:
-            _check(
-                self.max_new_tokens >= 0, "max_new_tokens", self.max_new_tokens, ">= 0"
-            )
+            _check(self.max_new_tokens >= 0, "max_new_tokens", self.max_new_tokens, ">= 0")
         limit = self.max_new_tokens
         _check(
-            0 <= self.min_new_tokens
-            and (limit is None or self.min_new_tokens <= limit),
+            0 <= self.min_new_tokens and (limit is None or self.min_new_tokens <= limit),
             "min_new_tokens",
             self.min_new_tokens,
             f"in [0, max_new_tokens = {'the context length' if limit is None else limit}]",

@@ -71,7 +71,7 @@ class CompletionServing:
                 f"{len(prompts) * request.n}",
                 param="n",
             )
-        inputs = []
+        inputs: list[GenerateReqInput] = []
         for prompt in prompts:
             for choice in range(request.n):
                 own = params
