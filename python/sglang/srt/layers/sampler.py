@@ -7,6 +7,8 @@ from torch import Tensor
 
 from sglang.srt.sampling.sampling_batch import SamplingBatch
 
+HEAD_TOKENS = 256  # a guess: holds the draw of all but very flat distributions
+
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Draw one token per row.
@@ -20,19 +22,64 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.all_greedy:
         return best
     rows = torch.nonzero(~batch.greedy).flatten()
-    probs, ids = filtered_probs(
-        logits[rows],
-        batch.temperature[rows],
-        batch.top_k[rows],
-        batch.top_p[rows],
-        batch.min_p[rows],
-    )
+    own = batch.rows(rows)
+    best[rows] = draw(logits[rows], own)
+    return best
+
+
+def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Draw one token for each of M rows that all sample; [M] int64.
+
+    Nearly every draw falls among the most probable tokens, so those are looked at first and only
+    the rows that they do not decide are sorted as a whole.
+    """
+    probs = torch.softmax(logits / batch.temperature.unsqueeze(-1), dim=-1)
+    if probs.shape[-1] <= 2 * HEAD_TOKENS:
+        return _draw_sorted(probs, batch)
+    token, decided = _draw_from_head(probs, batch)
+    left = torch.nonzero(~decided).flatten()
+    if left.numel():
+        token[left] = _draw_sorted(probs[left], batch.rows(left))
+    return token
+
+
+def _draw_sorted(probs: Tensor, batch: SamplingBatch) -> Tensor:
+    probs, ids = _filtered(probs, batch.top_k, batch.top_p, batch.min_p)
     cdf = probs.double().cumsum(dim=-1)
-    target = (batch.uniform[rows] * cdf[:, -1]).unsqueeze(-1)
+    target = (batch.uniform * cdf[:, -1]).unsqueeze(-1)
     index = torch.searchsorted(cdf, target, right=True)
     last = (probs > 0).sum(dim=-1, keepdim=True) - 1
-    best[rows] = ids.gather(-1, torch.minimum(index, last)).flatten()
-    return best
+    return ids.gather(-1, torch.minimum(index, last)).flatten()
+
+
+def _draw_from_head(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Tokens [M] as ``_draw_sorted`` draws them, and which of them are certain [M].
+
+    A row is decided if what the filters keep is known (it ends within the head, or is everything) and
+    the drawn token is more probable than the head's last one, beyond which ties are not in order.
+    """
+    head_ids = probs.topk(HEAD_TOKENS, dim=-1, sorted=False).indices.sort(dim=-1).values
+    head, order = probs.gather(-1, head_ids).sort(dim=-1, descending=True, stable=True)
+    ids = head_ids.gather(-1, order)
+    within_k = torch.arange(HEAD_TOKENS, device=probs.device) < batch.top_k.unsqueeze(-1)
+    kept = head.masked_fill(~within_k, 0.0)
+    is_all = batch.top_k >= probs.shape[-1]
+    total = torch.where(is_all, probs.sum(dim=-1), kept.sum(dim=-1)).unsqueeze(-1)
+    kept = kept / total
+    before = kept.cumsum(dim=-1) - kept
+    keep = (before < batch.top_p.unsqueeze(-1)) & within_k
+    keep &= kept >= batch.min_p.unsqueeze(-1) * kept[:, :1]
+    keep[:, 0] = True
+    cdf = kept.masked_fill(~keep, 0.0).double().cumsum(dim=-1)
+    unfiltered = is_all & (batch.top_p >= 1) & (batch.min_p <= 0)
+    whole = probs.double().sum(dim=-1) / total.squeeze(-1)
+    mass = torch.where(unfiltered, whole, cdf[:, -1])
+    index = torch.searchsorted(cdf, (batch.uniform * mass).unsqueeze(-1), right=True)
+    inside = index.clamp_max(HEAD_TOKENS - 1)
+    has_total = is_all | (batch.top_k <= HEAD_TOKENS)
+    known = has_total & (unfiltered | ~keep[:, -1] | (batch.top_k == HEAD_TOKENS))
+    decided = known & (head.gather(-1, inside) > head[:, -1:]).flatten()
+    return ids.gather(-1, inside).flatten(), decided & (index == inside).flatten()
 
 
 def filtered_probs(
@@ -43,8 +90,12 @@ def filtered_probs(
     Shapes: logits [M, vocab] fp32, the others [M]; returns probs [M, vocab] (not renormalised after
     the last filter; zero where cut) and ids [M, vocab] int64.
     """
-    scaled = logits / temperature.unsqueeze(-1)
-    probs, ids = torch.softmax(scaled, dim=-1).sort(dim=-1, descending=True, stable=True)
+    probs = torch.softmax(logits / temperature.unsqueeze(-1), dim=-1)
+    return _filtered(probs, top_k, top_p, min_p)
+
+
+def _filtered(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    probs, ids = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     probs = probs.masked_fill(rank >= top_k.unsqueeze(-1), 0.0)
     probs = probs / probs.sum(dim=-1, keepdim=True)

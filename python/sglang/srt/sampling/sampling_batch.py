@@ -152,3 +152,15 @@ class SamplingBatch:
             uniform=flat[4],
             greedy=greedy.repeat_interleave(rows_per_request),
         )
+
+    def rows(self, index: Tensor) -> SamplingBatch:
+        """The rows ``index`` [n] of a batch that is not all greedy."""
+        return SamplingBatch(
+            all_greedy=False,
+            temperature=self.temperature[index],
+            top_k=self.top_k[index],
+            top_p=self.top_p[index],
+            min_p=self.min_p[index],
+            uniform=self.uniform[index],
+            greedy=self.greedy[index],
+        )
