@@ -69,13 +69,13 @@ def conv_update_kernel(
         acc = tl.zeros([BLOCK], dtype=tl.float32)
         if HAS_BIAS:
             acc += tl.load(bias + o_d, mask=in_d, other=0.0).to(tl.float32)
-        # cur is the token `back` places before t along its ancestors; below zero it counts into the state.
+        # cur is the token WIDTH-1-tap places before t along its ancestors; below zero it counts into
+        # the state.
         for tap in tl.static_range(WIDTH):
-            back: tl.constexpr = WIDTH - 1 - tap
-            cur = t - back
+            cur = t - (WIDTH - 1 - tap)
             if TREE:
                 cur = t
-                for _ in tl.static_range(back):
+                for _ in tl.static_range(WIDTH - 1 - tap):
                     if cur >= 0:
                         up = tl.load(parents + n64 * parent_stride + cur).to(tl.int32)
                         cur = tl.where((up >= 0) & (up < cur), up, -1)
@@ -91,7 +91,7 @@ def conv_update_kernel(
             tap_weight = tl.load(weight + o_d * weight_stride + tap, mask=in_d, other=0.0)
             acc += value * tap_weight.to(tl.float32)
             if RECORD:
-                # Column tap-1 of the window after t is the input `back` tokens before t.
+                # Column tap-1 of the window after t is the input WIDTH-1-tap tokens before t.
                 if tap > 0:
                     p_window = windows + row * window_stride_row + t * window_stride_step
                     p_window += o_d * window_stride_dim + (tap - 1) * window_stride_col
