@@ -107,16 +107,22 @@ class _ChainRule:
         batch = rows.sampling_batch()
         if batch.all_greedy or rows.width == 1:
             return MatchRule().accept(rows)
-        shape = rows.candidates.shape
+        shape, device = rows.candidates.shape, rows.logits.device
         drawing = [r for r, state in enumerate(rows.states) if not state.is_greedy]
-        index = torch.tensor(drawing, device=rows.logits.device)
+        index = torch.tensor(drawing, device=device)
         targets = torch.argmax(rows.logits, dim=-1).view(shape)
         correct = accept_matching_prefix(rows.candidates, targets)
-        p = target_probs(rows.logits, batch).view(*shape, -1)[index]
+        own_rows = (
+            index.unsqueeze(1) * rows.width + torch.arange(rows.width, device=device)
+        ).flatten()
+        p = target_probs(
+            rows.logits[own_rows],
+            batch.rows(own_rows),
+            is_filtered=any(_is_filtered(rows.states[r]) for r in drawing),
+        ).view(len(drawing), rows.width, -1)
         q = rows.proposal.probs
         states = [rows.states[r] for r in drawing]
         starts = [rows.positions[r] - 1 for r in drawing]
-        device = rows.logits.device
         own_correct, following = self.decide(
             rows.candidates[index],
             p,
@@ -199,17 +205,21 @@ def tree_verdict(tree: DraftTree, candidates: Tensor, targets: Tensor) -> Verdic
     )
 
 
-def target_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """The distribution each row samples from, in id order and normalised: [M, vocab] fp32.
+def target_probs(logits: Tensor, batch: SamplingBatch, *, is_filtered: bool) -> Tensor:
+    """The distribution that each of M sampling rows draws from, in id order: [M, vocab] fp32.
 
-    Greedy rows are one-hot at the argmax. ``batch`` must not be all greedy.
+    ``is_filtered`` says whether any row has a top-k, top-p or min-p that cuts something.
     """
+    if not is_filtered:
+        return torch.softmax(logits / batch.temperature.unsqueeze(-1), dim=-1)
     probs, ids = filtered_probs(logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
     probs = probs / probs.sum(dim=-1, keepdim=True)
-    ordered = torch.zeros_like(probs).scatter_(-1, ids, probs)
-    best = torch.argmax(logits, dim=-1, keepdim=True)
-    one_hot = torch.zeros_like(ordered).scatter_(-1, best, 1.0)
-    return torch.where(batch.greedy.unsqueeze(-1), one_hot, ordered)
+    return torch.zeros_like(probs).scatter_(-1, ids, probs)
+
+
+def _is_filtered(state: SamplingState) -> bool:
+    params = state.params
+    return params.top_k < state.vocab_size or params.top_p < 1 or params.min_p > 0
 
 
 def _or_one_hot(q: Tensor | None, candidates: Tensor, p: Tensor) -> Tensor:
