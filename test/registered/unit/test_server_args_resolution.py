@@ -13,6 +13,7 @@ import pytest
 
 from sglang.srt.arg_groups import basic_hook, pipeline
 from sglang.srt.arg_groups.attention_hook import (
+    handle_attention_backend,
     handle_linear_attn_backend,
     validate_linear_lossless_verify,
 )
@@ -106,7 +107,10 @@ def test_lossless_verify_is_checked_after_speculation():
         ({"context_length": MAX_POSITIONS + 1}, f"--context-length {MAX_POSITIONS + 1} is beyond"),
         ({"quantization": "fp8"}, "--quantization fp8: the weights .* are not quantized"),
         ({"dtype": "float16"}, "--dtype float16 is for GPUs"),
-        ({"attention_backend": "triton"}, "--attention-backend triton needs a GPU"),
+        (
+            {"attention_backend": "triton"},
+            "--attention-backend triton does not run on --device cpu",
+        ),
         ({"linear_attn_backend": "flashinfer"}, "--linear-attn-backend flashinfer: .* use triton"),
         ({"page_size": 48}, "--mamba-track-interval 256 must be a multiple of --page-size 48"),
         (
@@ -147,6 +151,12 @@ def test_kernels_of_the_other_device_are_refused(device, backend, phase):
     with pytest.raises(ValueError, match=flag):
         handle_linear_attn_backend(args)
     handle_linear_attn_backend(cpu_args(device=device))
+
+
+def test_attention_kernels_of_the_other_device_are_refused():
+    args = cpu_args(device="cuda", attention_backend="torch_native")
+    with pytest.raises(ValueError, match="torch_native does not run on --device cuda.*triton"):
+        handle_attention_backend(args)
 
 
 def test_a_gpu_that_is_not_there_is_refused(model, monkeypatch):

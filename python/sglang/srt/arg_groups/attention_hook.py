@@ -21,14 +21,14 @@ LOSSLESS_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "DFLASH", "DSPARK", "STANDALO
 
 
 def handle_attention_backend(args: ServerArgs) -> ServerArgs:
-    """Choose the kernels of the full-attention layers."""
-    if args.attention_backend is None:
-        return replace(args, attention_backend="torch_native" if args.device == "cpu" else "triton")
-    if args.device == "cpu" and args.attention_backend != "torch_native":
+    """Choose the kernels of the full-attention layers; each device has its own."""
+    own = "torch_native" if args.device == "cpu" else "triton"
+    if args.attention_backend not in (None, own):
         raise ValueError(
-            f"--attention-backend {args.attention_backend} needs a GPU; leave it out on the CPU"
+            f"--attention-backend {args.attention_backend} does not run on --device {args.device}; "
+            f"leave it out, or use {own}"
         )
-    return args
+    return replace(args, attention_backend=own)
 
 
 def handle_linear_attn_backend(args: ServerArgs) -> ServerArgs:
