@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass
 
 _LABEL = re.compile(r"^\s*[.$\w]+:")
-_SASS_LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s+(.*?)\s*;")
+_SASS_LINE = re.compile(
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s+(.*?)\s*(?:;|&\w+=|\?|$)"
+)
 _PTX_LINE = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(.*?);")
 _AMD_LINE = re.compile(r"^\s*(v_[a-z0-9_]+)\s+(.*?)\s*(?:;.*)?$")
 _AMD_RANGE = re.compile(r"^([vsa])\[(\d+):(\d+)\]$")
@@ -17,9 +20,8 @@ _AMD_RANGE = re.compile(r"^([vsa])\[(\d+):(\d+)\]$")
 class PairCount:
     """pairs: products by one common factor (the decay) that feed the addend of a fused multiply-add.
 
-    contracted: fused multiply-adds whose own factors contain a factor common to as many of them and whose
-    addend is a product, i.e. the state was multiplied inside the fma. flushes: arithmetic that flushes
-    subnormals and takes part in a pair.
+    contracted: fused multiply-adds that take the same factor as a factor of their own, i.e. that multiply the
+    state inside the fma. flushes: arithmetic that flushes subnormals and takes part in a pair.
     """
 
     pairs: int
@@ -36,9 +38,13 @@ class _Op:
     flushes: bool
 
 
-def _sass_ops(text: str) -> list[_Op | str]:
+_Item = _Op | tuple[_Op, _Op] | str
+"""An operation, the two halves of a packed one, or the register that some other instruction writes."""
+
+
+def _sass_ops(text: str) -> list[_Item]:
     """fp32 multiplies and fmas in order; any other instruction as the name of the register it writes."""
-    found: list[_Op | str] = []
+    found: list[_Item] = []
     for line in text.splitlines():
         match = _SASS_LINE.match(line)
         if not match:
@@ -51,13 +57,15 @@ def _sass_ops(text: str) -> list[_Op | str]:
             found.append(_Op("mul", operands[0], (operands[1], operands[2]), "", flushes))
         elif base == "FFMA" and len(operands) >= 4:
             found.append(_Op("fma", operands[0], (operands[1], operands[2]), operands[3], flushes))
+        elif base == "MOV" or name.startswith("IMAD.MOV"):
+            found.append(_Op("mov", operands[0], (operands[-1], operands[-1]), "", False))
         elif operands and operands[0].startswith("R"):
             found.append(operands[0])
     return found
 
 
-def _ptx_ops(text: str) -> list[_Op | str]:
-    found: list[_Op | str] = []
+def _ptx_ops(text: str) -> list[_Item]:
+    found: list[_Item] = []
     for line in text.splitlines():
         match = _PTX_LINE.match(line)
         if not match:
@@ -88,8 +96,8 @@ def _amd_halves(operand: str, swap_hi: bool) -> list[str]:
     return [registers[0], registers[0] if swap_hi else registers[1]]
 
 
-def _amd_ops(text: str) -> list[_Op | str]:
-    found: list[_Op | str] = []
+def _amd_ops(text: str) -> list[_Item]:
+    found: list[_Item] = []
     for line in text.splitlines():
         match = _AMD_LINE.match(line)
         if not match:
@@ -110,13 +118,22 @@ def _amd_ops(text: str) -> list[_Op | str]:
             high = modifiers.group(1).split(",") if modifiers else ["1"] * count
             dst = _amd_registers(operands[0])
             sources = [_amd_halves(o, high[i] == "0") for i, o in enumerate(operands[1:])]
-            for half in (0, 1):
-                factors = (sources[0][half], sources[1][half])
-                addend = sources[2][half] if count == 3 else ""
-                kind = "fma" if count == 3 else "mul"
-                found.append(_Op(kind, dst[half], factors, addend, False))
+            kind = "fma" if count == 3 else "mul"
+            halves = [
+                _Op(
+                    kind,
+                    dst[half],
+                    (sources[0][half], sources[1][half]),
+                    sources[2][half] if count == 3 else "",
+                    False,
+                )
+                for half in (0, 1)
+            ]
+            found.append((halves[0], halves[1]))
+        elif name in ("v_mov_b32", "v_accvgpr_read_b32", "v_accvgpr_write_b32"):
+            found.append(_Op("mov", operands[0], (operands[1], operands[1]), "", False))
         else:
-            found += _amd_registers(operands[0])[:2]
+            found += _amd_registers(operands[0])
     return found
 
 
@@ -124,35 +141,41 @@ _READERS = {"ptx": _ptx_ops, "sass": _sass_ops, "amdgcn": _amd_ops}
 
 
 def count_pairs(text: str, dialect: str) -> PairCount:
-    """Count pairs by the last writer of each register, in program order. dialect: ptx, sass or amdgcn."""
-    writer: dict[str, _Op | None] = {}
-    version: Counter[str] = Counter()
-    by_factor: Counter[str] = Counter()
-    flushed: Counter[str] = Counter()
-    contracted: Counter[str] = Counter()
+    """Count pairs by following values through registers in program order. dialect: ptx, sass or amdgcn."""
+    value: dict[str, int] = {}
+    product: dict[int, tuple[tuple[int, ...], bool]] = {}
+    by_factor: Counter[int] = Counter()
+    flushed: Counter[int] = Counter()
+    as_own_factor: Counter[int] = Counter()
+    fresh = itertools.count()
 
-    def current(register: str) -> str:
-        return f"{register}@{version[register]}"
+    def current(register: str) -> int:
+        if register not in value:
+            value[register] = next(fresh)
+        return value[register]
 
-    stamped: dict[str, tuple[str, ...]] = {}
-    for op in _READERS[dialect](text):
-        if isinstance(op, str):
-            writer[op] = None
-            version[op] += 1
+    for item in _READERS[dialect](text):
+        if isinstance(item, str):
+            value[item] = next(fresh)
             continue
-        if op.kind == "fma" and (source := writer.get(op.addend)) is not None:
-            if source.kind == "mul":
-                factors = stamped[op.addend]
-                for factor in set(factors):
+        ops = item if isinstance(item, tuple) else (item,)
+        # Both halves of a packed instruction read before either writes.
+        reads = [tuple(current(f) for f in op.factors) for op in ops]
+        addends = [current(op.addend) if op.addend else -1 for op in ops]
+        for op, factors, addend in zip(ops, reads, addends):
+            if op.kind == "mov":
+                value[op.dst] = factors[0]
+                continue
+            if op.kind == "fma":
+                as_own_factor.update(set(factors))
+                multiplied, flushes = product.get(addend, ((), False))
+                for factor in set(multiplied):
                     by_factor[factor] += 1
-                    flushed[factor] += op.flushes or source.flushes
-                for factor in {current(f) for f in op.factors} - set(factors):
-                    contracted[factor] += 1
-        factors = tuple(current(f) for f in op.factors)
-        writer[op.dst] = op
-        version[op.dst] += 1
-        stamped[op.dst] = factors
+                    flushed[factor] += op.flushes or flushes
+            value[op.dst] = next(fresh)
+            if op.kind == "mul":
+                product[value[op.dst]] = (factors, op.flushes)
     if not by_factor:
-        return PairCount(0, max(contracted.values(), default=0), 0)
+        return PairCount(0, 0, 0)
     factor, pairs = by_factor.most_common(1)[0]
-    return PairCount(pairs, max(contracted.values(), default=0), flushed[factor])
+    return PairCount(pairs, as_own_factor[factor], flushed[factor])

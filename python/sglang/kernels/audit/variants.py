@@ -163,9 +163,7 @@ def all_variants() -> list[Variant]:
         found.append(_replay(f"commit with track {state}", state, dests=False, track=True))
     for rows, warps in ((8, 4), (16, 2)):
         name = f"verify chain fp32 BV{rows}"
-        found.append(
-            _recurrent(name, "fp32", tree=False, tile=(rows, warps), only=("gfx950",))
-        )
+        found.append(_recurrent(name, "fp32", tree=False, tile=(rows, warps), only=("gfx950",)))
     found.append(_planted("planted: one expression", contracted_step_kernel))
     found.append(_planted("planted: fused the wrong product", swapped_step_kernel))
     return found

@@ -27,7 +27,9 @@ _HAS_FLA = importlib.util.find_spec("fla") is not None
 def _fla_chunk_rule():
     """fla-core's chunk op, or None with a warning saying what to install."""
     if not _HAS_FLA:
-        logger.warning("fla-core is not installed: GDN prefill runs in PyTorch, slowly ([cuda] extra)")
+        logger.warning(
+            "fla-core is not installed: GDN prefill runs in PyTorch, slowly ([cuda] extra)"
+        )
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -93,7 +95,9 @@ def chunked_rule_torch(
         state = states[i].float()
         for lo in range(start, start + length, CHUNK_SIZE):
             cut = slice(lo, min(lo + CHUNK_SIZE, start + length))
-            out, state = _chunk_torch(q[:, cut], k[:, cut], v[:, cut], g[:, cut], beta[:, cut], state)
+            out, state = _chunk_torch(
+                q[:, cut], k[:, cut], v[:, cut], g[:, cut], beta[:, cut], state
+            )
             outs.append(out.transpose(0, 1))
         finals.append(state)
         start += length

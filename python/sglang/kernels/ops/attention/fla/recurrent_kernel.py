@@ -107,14 +107,15 @@ def recurrent_step_kernel(
     inside = in_v[:, None] & in_k[None, :]
     entry = o_v[:, None] * K + o_k[None, :]
 
-    b_start = tl.zeros([BV, BK], dtype=tl.float32)
+    b_h = tl.zeros([BV, BK], dtype=tl.float32)
     slot = tl.cast(-1, tl.int64)
+    p_state = states
+    readable = slot >= 0
     if HAS_STATE:
         slot = tl.load(slots + i_n).to(tl.int64)
-        p_state = states + slot * state_stride_slot + i_hv * K * V
         readable = (slot >= 0) & (slot < num_slots)
-        b_start = tl.load(p_state + entry, mask=inside & readable, other=0.0).to(tl.float32)
-    b_h = b_start
+        p_state = states + slot * state_stride_slot + i_hv * K * V
+        b_h = tl.load(p_state + entry, mask=inside & readable, other=0.0).to(tl.float32)
 
     row = tl.load(rows + i_n).to(tl.int64)
     row_ok = (row >= 0) & (row < num_rows)
@@ -154,13 +155,13 @@ def recurrent_step_kernel(
         b_q = b_q * scale
 
         if TREE:
-            b_h = b_start
-            if t > 0:
-                parent = tl.load(parents + i_n.to(tl.int64) * parent_stride + t).to(tl.int64)
-                known = (parent >= 0) & (parent < t) & (parent < pitch) & row_ok
-                if known:
-                    p_parent = snapshots + ((row * pitch + parent) * HV + i_hv) * K * V
-                    b_h = tl.load(p_parent + entry, mask=inside, other=0.0).to(tl.float32)
+            # The start is read again rather than kept: a second tile would not fit the registers.
+            parent = tl.load(parents + i_n.to(tl.int64) * parent_stride + t).to(tl.int64)
+            known = (parent >= 0) & (parent < t) & (parent < pitch) & row_ok
+            p_parent = snapshots + ((row * pitch + parent) * HV + i_hv) * K * V
+            p_from = tl.where(known, p_parent, p_state)
+            b_h = tl.load(p_from + entry, mask=inside & (known | readable), other=0.0)
+            b_h = b_h.to(tl.float32)
 
         b_h, b_u, b_o = delta_step(b_h, log_decay, beta, b_q, b_k, b_v, PTX)
         p_out = out + (flat * HV + i_hv) * V + o_v
