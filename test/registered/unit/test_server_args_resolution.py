@@ -172,7 +172,7 @@ def test_what_is_not_in_this_build_is_refused_by_name(model):
     tried = 0
     for name, missing in NOT_IN_THIS_BUILD.items():
         flag = flags[name]
-        value = samples[flag.type]
+        value = [samples[flag.type]] if flag.is_list else samples[flag.type]
         if missing.values or flag.spec.choices:
             offered = missing.values or tuple(c for c in flag.spec.choices if c != flag.default)
             value = offered[0]
