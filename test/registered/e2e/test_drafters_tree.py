@@ -226,6 +226,10 @@ def test_simulated_acceptance_forces_every_step(target, monkeypatch):
         last = engine.last(f"r{i}")
         assert (last.spec_verify_ct, last.completion_tokens) == (10, 21)
         assert last.spec_accepted_tokens == 20
+    assert engine.built.info["simulated_accept_len"] == 2.0, "server info must say so"
+    assert engine.built.info["speculative_accept_rule"] == "simulated(match)"
+    assert engine.scheduler.metrics.accept_length() == 2.0
+    assert engine.scheduler.metrics.accept_rate() == pytest.approx(1 / 3)
 
 
 if __name__ == "__main__":

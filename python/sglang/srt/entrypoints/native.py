@@ -15,6 +15,7 @@ from sglang.srt.entrypoints.openai.logprobs import finite
 from sglang.srt.managers.errors import RequestError
 from sglang.srt.managers.request_state import GenerateReqInput, ReqState
 from sglang.srt.managers.tokenizer_manager import new_rid
+from sglang.srt.speculative.simulated_info import simulated_info
 
 DEFAULT_MAX_NEW_TOKENS = 128
 MAX_SEQUENCES = 4096
@@ -179,6 +180,7 @@ class NativeServing:
         if state.spec_accept_length is not None:
             meta["spec_accept_length"] = state.spec_accept_length
             meta["spec_accept_token_num"] = state.spec_accepted_tokens
+            meta.update(simulated_info())
         if state.state_digest is not None:
             meta["state_digest"] = state.state_digest
         if job.inputs[state.index].return_logprob:

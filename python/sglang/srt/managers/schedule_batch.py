@@ -137,6 +137,7 @@ class StepResult:
     ``tracked[i]``    length of the boundary state that was stored, or -1
     ``logprobs[i]``   per new token ``(logprob, top [(logprob, id)], chosen ids [(logprob, id)])``, or None
     ``input_logprobs[i]``  the same for prompt rows of a prefill chunk, or None
+    ``num_drafts``    drafts that the step verified for each request
     """
 
     token_ids: list[list[int]]
@@ -144,3 +145,4 @@ class StepResult:
     tracked: list[int]
     logprobs: list[list | None]
     input_logprobs: list[list | None]
+    num_drafts: int = 0

@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.track import TrackGrids, TrackPolicy
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.factory import build_speculation
+from sglang.srt.speculative.simulated_info import simulated_info
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
     chunk_tokens = args.chunked_prefill_size
     max_req_len = min(memory.largest_request(), plan.context_length) - draft_token_num
     info = _info(args, model_config, plan, memory, max_req_len)
+    if drafter is not None:
+        info |= {"speculative_accept_rule": accept_rule.name, **simulated_info()}
     metrics = SchedulerMetrics(
         memory,
         decode_log_interval=args.decode_log_interval,

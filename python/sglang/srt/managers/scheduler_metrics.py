@@ -45,6 +45,7 @@ class SchedulerMetrics:
         self.num_retracted = 0
         self.verify_ct = 0
         self.correct_ct = 0
+        self.drafted_ct = 0
         self.replayed_steps = 0
         self.decode_steps = 0
         self.gen_throughput = 0.0
@@ -52,6 +53,7 @@ class SchedulerMetrics:
         self._window_tokens = 0
         self._window_verify_ct = 0
         self._window_correct_ct = 0
+        self._window_drafted_ct = 0
         self.reset_cache_counters()
 
     def reset_cache_counters(self) -> None:
@@ -86,8 +88,10 @@ class SchedulerMetrics:
             correct = sum(result.committed) - len(reqs)
             self.verify_ct += len(reqs)
             self.correct_ct += correct
+            self.drafted_ct += len(reqs) * result.num_drafts
             self._window_verify_ct += len(reqs)
             self._window_correct_ct += correct
+            self._window_drafted_ct += len(reqs) * result.num_drafts
             if self._is_lossless:
                 self.replayed_steps += sum(result.committed)
         if self.decode_steps % self._decode_log_interval == 0:
@@ -98,11 +102,9 @@ class SchedulerMetrics:
         self.gen_throughput = self._window_tokens / max(now - self._window_start, 1e-9)
         spec = ""
         if self._window_verify_ct:
-            rate = self._window_correct_ct / self._window_verify_ct
-            spec = (
-                f"accept len: {rate + 1:.2f}, "
-                f"accept rate: {rate / (self._draft_token_num - 1):.2f}, "
-            )
+            mean = self._window_correct_ct / self._window_verify_ct
+            rate = self._window_correct_ct / max(1, self._window_drafted_ct)
+            spec = f"accept len: {mean + 1:.2f}, accept rate: {rate:.2f}, "
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, state usage: %.2f, "
             "%sgen throughput (token/s): %.2f, #queue-req: %d",
@@ -115,7 +117,7 @@ class SchedulerMetrics:
             len(scheduler.waiting),
         )
         self._window_start, self._window_tokens = now, 0
-        self._window_verify_ct = self._window_correct_ct = 0
+        self._window_verify_ct = self._window_correct_ct = self._window_drafted_ct = 0
 
     def note_resume(self) -> None:
         """Work has arrived after a pause, which the next decode line must not count."""
@@ -126,8 +128,7 @@ class SchedulerMetrics:
         return 1 + self.correct_ct / self.verify_ct if self.verify_ct else 0.0
 
     def accept_rate(self) -> float:
-        drafted = self.verify_ct * (self._draft_token_num - 1)
-        return self.correct_ct / drafted if drafted else 0.0
+        return self.correct_ct / self.drafted_ct if self.drafted_ct else 0.0
 
     def stats(self, scheduler: Scheduler) -> SchedulerStats:
         lookups = self.cache_lookup_tokens

@@ -211,6 +211,7 @@ class TpModelWorker:
                 for i, r in enumerate(reqs)
             ],
             input_logprobs=[None] * len(reqs),
+            num_drafts=width - 1,
         )
 
     def _edit_verify_logits(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.accept_rule import (
     AcceptRule,
@@ -12,6 +11,7 @@ from sglang.srt.speculative.accept_rule import (
     ThresholdRule,
 )
 from sglang.srt.speculative.simulate import SimulatedRule
+from sglang.srt.speculative.simulated_info import simulated_info
 
 
 def select_accept_rule(args: ServerArgs, *, draws_by_default: bool) -> AcceptRule:
@@ -23,7 +23,7 @@ def select_accept_rule(args: ServerArgs, *, draws_by_default: bool) -> AcceptRul
     Raises: ValueError if a simulated acceptance is asked for in a way that does not exist.
     """
     rule = _select_exact_rule(args, draws_by_default)
-    if envs.SGLANG_SIMULATE_ACC_LEN.get() > 0:
+    if simulated_info():
         return SimulatedRule.from_environment(rule, seed=args.random_seed)
     return rule
 

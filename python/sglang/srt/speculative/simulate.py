@@ -104,18 +104,6 @@ class SimulatedRule:
         return torch.argmax(rows.logits, dim=-1).view(rows.candidates.shape)
 
 
-def simulated_info() -> dict[str, object]:
-    """What server info says when acceptance is pretended; empty otherwise."""
-    accept_len = envs.SGLANG_SIMULATE_ACC_LEN.get()
-    if accept_len <= 0:
-        return {}
-    return {
-        "simulated_accept_len": accept_len,
-        "simulated_accept_method": envs.SGLANG_SIMULATE_ACC_METHOD.get(),
-        "simulated_accept_token_mode": envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get(),
-    }
-
-
 def _member(kind: type[Enum], variable: str, value: str) -> Enum:
     names = [member.value for member in kind]
     if value not in names:
