@@ -187,6 +187,21 @@ def test_metrics_names(server):
     assert float(values[f'sglang:generation_tokens_total{{model_name="{model}"}}']) >= 4
 
 
+def test_probes_are_not_counted(server):
+    """Catches latency figures that mix users' requests with the server's own."""
+
+    def ended():
+        with urllib.request.urlopen(server.url + "/metrics") as reply:
+            lines = reply.read().decode().splitlines()
+        return next(line for line in lines if line.startswith("sglang:num_requests_total"))
+
+    before = ended()
+    assert server.status("/health_generate") == 200
+    assert ended() == before
+    generate(server, text="a", sampling_params={"max_new_tokens": 1})
+    assert ended() != before
+
+
 def test_flush_and_health(server):
     """Catches a probe that fails on an idle server."""
     for method in ("GET", "POST"):

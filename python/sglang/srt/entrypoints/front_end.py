@@ -155,7 +155,7 @@ class FrontEnd:
         """Run a one-token request. Raises: RequestError if it does not end well."""
         rid = f"health-{new_rid()}"
         params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-        probe = GenerateReqInput(rid=rid, sampling_params=params, input_ids=[0])
+        probe = GenerateReqInput(rid, params, input_ids=[0], is_probe=True)
         with await self.manager.start(rid, [probe]) as group:
             await group.finish()
 

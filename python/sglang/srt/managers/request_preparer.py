@@ -87,6 +87,7 @@ class RequestPreparer:
             field_names=obj.field_names,
         )
         state.scoring_only = scoring_only
+        state.is_probe = obj.is_probe
         if not params.ignore_eos:
             params.stop_token_ids = sorted(
                 self._config.eos_token_ids.union(params.stop_token_ids or ())

@@ -19,6 +19,7 @@ class GenerateReqInput:
 
     prompt_field  the client's name of the prompt, for error messages
     field_names   native sampling name -> the client's name, where they differ
+    is_probe      a request of the server's own, which metrics and log leave out
     """
 
     rid: str
@@ -36,6 +37,7 @@ class GenerateReqInput:
     add_special_tokens: bool = True
     prompt_field: str = "text"
     field_names: dict[str, str] = field(default_factory=dict)
+    is_probe: bool = False
 
 
 class ReqState:
@@ -55,6 +57,7 @@ class ReqState:
         self.field_names = field_names or {}
         self.prompt_ids = prompt_ids
         self.scoring_only = False
+        self.is_probe = False
         self.detokenizer = detokenizer
         self.output_ids: list[int] = []
         self.output_logprobs: list[TokenLogprob] = []

@@ -128,7 +128,7 @@ class TokenizerManager:
         for state in group.states:
             if self._running.pop(state.rid, None) is not None and not state.is_done:
                 self._link.send(AbortReq(state.rid, reason="the client went away"))
-                self.metrics.on_end(seconds=state.e2e_latency_s, aborted=True)
+                self._report_end(state)
 
     def fail_all(self, error: RequestError) -> None:
         """End every request and call with `error`, and refuse new ones with it."""
@@ -212,17 +212,24 @@ class TokenizerManager:
             return
         state, group = entry
         state.update(out)
-        if out.new_token_ids and not state.scoring_only:
+        if out.new_token_ids and not (state.scoring_only or state.is_probe):
             self._measure(state, out, now)
         if state.finish_reason is not None:
             state.finished_at = now
-            aborted = state.finish_reason.type == "abort"
-            self.metrics.on_end(seconds=state.e2e_latency_s, aborted=aborted)
             state.error = _refused(state)
-            if self.config.log_requests:
-                logger.info("request %s", json.dumps(_summary(state)))
+            self._report_end(state)
             del self._running[out.rid]
         group.notify(state)
+
+    def _report_end(self, state: ReqState) -> None:
+        """Count and log a request that ended, or that its client left."""
+        if state.is_probe:
+            return
+        reason = state.finish_reason
+        aborted = reason is None or reason.type == "abort"
+        self.metrics.on_end(seconds=state.e2e_latency_s, aborted=aborted)
+        if self.config.log_requests:
+            logger.info("request %s", json.dumps(_summary(state)))
 
     def _fail(self, rid: str) -> None:
         """End one request with a 500, here and in the scheduler."""
