@@ -8,10 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.ci.ci_register import register_amd_ci, register_cuda_ci
 from sglang.test.engine_harness import InProcessEngine
 
 register_cuda_ci(est_time=120, stage="base-b", runner_config="1-gpu-large")
+register_amd_ci(est_time=120, suite="stage-b-test-1-gpu-large-amd")
+register_amd_ci(est_time=120, suite="stage-b-test-1-gpu-small-amd-mi35x")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

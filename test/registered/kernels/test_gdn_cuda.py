@@ -19,7 +19,7 @@ from sglang.kernels.ops.gdn_cuda.verify import VerifyInputs, run_verify
 from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import fused_mamba_state_scatter_with_mask
 from sglang.kernels.ops.mamba.tuple_replay import commit_tuples, replay_tuples
-from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.ci.ci_register import register_amd_ci, register_cuda_ci
 from sglang.test.gdn_reference import (
     GdnInputs,
     conv_reference,
@@ -28,6 +28,8 @@ from sglang.test.gdn_reference import (
 )
 
 register_cuda_ci(est_time=90, stage="base-b", runner_config="1-gpu-large")
+register_amd_ci(est_time=90, suite="stage-b-test-1-gpu-large-amd")
+register_amd_ci(est_time=90, suite="stage-b-test-1-gpu-small-amd-mi35x")
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm device", allow_module_level=True)

@@ -8,10 +8,12 @@ import dataclasses
 import pytest
 import torch
 
-from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.ci.ci_register import register_amd_ci, register_cuda_ci
 from sglang.test.memory_rig import MemoryRig, RandomTraffic, RigConfig
 
 register_cuda_ci(est_time=60, stage="base-b", runner_config="1-gpu-large")
+register_amd_ci(est_time=60, suite="stage-b-test-1-gpu-large-amd")
+register_amd_ci(est_time=60, suite="stage-b-test-1-gpu-small-amd-mi35x")
 
 SMALL = RigConfig(num_tokens=160, max_context_len=120, num_states=5, host_ratio=8.0, device="cuda")
 
