@@ -161,6 +161,43 @@ def test_greedy_draft_mode_of_dspark_keeps_the_text_of_a_seed(target, drafts, pl
     assert engine.generate(prompts(), **options) == plain[1]
 
 
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_penalties_and_minimum_length_count_the_drafts(target, drafts, name):
+    """F65, F60: every draft row is edited with the drafts before it, as plain decoding does."""
+    options = {
+        "max_new_tokens": 20, "ignore_eos": True,
+        "frequency_penalty": 0.8, "presence_penalty": 0.3, "repetition_penalty": 1.3,
+        "logit_bias": {17: 2.0}, "min_new_tokens": 7,
+    }  # fmt: skip
+    plain = InProcessEngine(target, max_running_requests=8, page_size=64)
+    expected = plain.generate(prompts(), **options)
+    assert block_engine(target, drafts, name).generate(prompts(), **options) == expected
+
+
+def test_lossy_thresholds_accept_more_and_leave_greedy_alone(target, plain):
+    """The documented lossy rule: with a single threshold of 0 nearly every draft is taken."""
+    engines = [
+        InProcessEngine(
+            target,
+            speculative_algorithm="NEXTN",
+            speculative_accept_threshold_single=single,
+            max_running_requests=8,
+            page_size=64,
+        )
+        for single in (0.0, 1.0)
+    ]
+    assert engines[0].generate(prompts(), max_new_tokens=24, ignore_eos=True) == plain[0]
+    steps = []
+    for engine in engines:
+        rids = [
+            engine.submit(text, max_new_tokens=24, ignore_eos=True, temperature=1.0)
+            for text in prompts()
+        ]
+        engine.run()
+        steps.append(sum(engine.last(rid).spec_verify_ct for rid in rids))
+    assert steps[0] * 2 < steps[1]
+
+
 def reference(directory, target):
     weights = load_file(f"{target}/model.safetensors")
     return DraftReference(

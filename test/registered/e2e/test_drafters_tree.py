@@ -185,6 +185,24 @@ def test_penalties_count_each_nodes_own_ancestors(target):
     assert engine.generate(prompts(), **options) == expected
 
 
+def test_logprobs_follow_the_accepted_path(target, plain):
+    """F68 on trees: a token's log probability is that of its own node."""
+    options = {"max_new_tokens": 20, "ignore_eos": True, "return_logprob": True}
+
+    def values(engine):
+        rids = [engine.submit(text, **options) for text in prompts()]
+        engine.run()
+        return [
+            [x for item in engine.outputs[rid] for x in item.output_logprobs] for rid in rids
+        ]
+
+    wanted = values(InProcessEngine(target, **SIZES))
+    engine, _ = scripted(target, plain[0], prompts())
+    for one, other in zip(values(engine), wanted, strict=True):
+        assert [x.token_id for x in one] == [x.token_id for x in other]
+        assert max(abs(a.logprob - b.logprob) for a, b in zip(one, other, strict=True)) < 1e-3
+
+
 def test_adaptive_width_changes_and_text_does_not(target):
     """F42, F43: widths 0, 1 and 3 over buffers for 7, lossless equal to default in the pools."""
     texts = prompts(9)
