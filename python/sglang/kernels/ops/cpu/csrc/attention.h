@@ -24,14 +24,16 @@ constexpr int kMaxGroup = 16;    // query heads per KV head
 constexpr int kMaxHeadDim = 256;
 
 static inline void score_block(const vf* acc, int count, float scale, float* m, vf* p, float* fix) {
-  vf s = sum_rows(acc) * scale;
-  vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  vi inside = lane < (vi{} + count);
-  s = inside ? s : splat(-INFINITY);
-  const float top = hmax(s);
+  float s[kLanes];
+  store(s, sum_rows(acc) * scale);
+  for (int j = count; j < kLanes; ++j) s[j] = -INFINITY;
+  const vf scores = load(s);
+  const float top = hmax(scores);
   const float next = top > *m ? top : *m;
-  *fix = *m == next ? 1.0f : (*m == -INFINITY ? 0.0f : vexp(splat(*m - next))[0]);
-  *p = inside ? vexp(s - next) : vf{};
+  *fix = *m == next ? 1.0f : (*m == -INFINITY ? 0.0f : lane(vexp(splat(*m - next)), 0));
+  store(s, vexp(scores - next));
+  for (int j = count; j < kLanes; ++j) s[j] = 0.0f;
+  *p = load(s);
   *m = next;
 }
 
@@ -57,7 +59,7 @@ static void attend_row(const AttentionShape& shape, const Kv& kv, int64_t kv_hea
     for (int j = 0; j < count; ++j) at[j] = int64_t(slots[p0 + j]) * kv.slot_stride;
     for (int h = 0; h < group; ++h) {
       vf acc[kLanes], p;
-      for (int j = 0; j < kLanes; ++j) acc[j] = vf{};
+      for (int j = 0; j < kLanes; ++j) acc[j] = zero();
       const float* qh = q + h * ldq;
       for (int j = 0; j < count; ++j)
         for (int i = 0; i < vecs; ++i)
@@ -69,7 +71,7 @@ static void attend_row(const AttentionShape& shape, const Kv& kv, int64_t kv_hea
       for (int i = 0; i < vecs; ++i) {
         vf sum = load(oh + i * kLanes) * fix;
         for (int j = 0; j < count; ++j)
-          sum = fma(load(values + at[j] + i * kLanes), splat(p[j]), sum);
+          sum = fma(load(values + at[j] + i * kLanes), splat(lane(p, j)), sum);
         store(oh + i * kLanes, sum);
       }
     }

@@ -40,15 +40,15 @@ static inline void delta_step_k(const float* src, float* dst, int V, int Kdyn, c
     const float* s = src + int64_t(v0) * K;
     float* d = dst + int64_t(v0) * K;
     vf acc[kLanes];
-    for (int r = 0; r < kLanes; ++r) acc[r] = vf{};
+    for (int r = 0; r < kLanes; ++r) acc[r] = zero();
     for (int r = 0; r < rows; ++r)
       for (int i = 0; i < K; i += kLanes)
         acc[r] = fma(decay(load(s + r * K + i), f), load(k + i), acc[r]);
     const vf uv = (load_part(v + v0, rows) - sum_rows(acc)) * beta;
     store_part(u + v0, uv, rows);
-    for (int r = 0; r < kLanes; ++r) acc[r] = vf{};
+    for (int r = 0; r < kLanes; ++r) acc[r] = zero();
     for (int r = 0; r < rows; ++r) {
-      const vf ur = splat(uv[r]);
+      const vf ur = splat(lane(uv, r));
       for (int i = 0; i < K; i += kLanes) {
         const vf state = advance(decay(load(s + r * K + i), f), load(k + i), ur);
         store(d + r * K + i, state);
@@ -117,7 +117,7 @@ struct GdnRows {
 };
 
 static inline void normalise(float* x, int n, float scale) {
-  vf sum = vf{};
+  vf sum = zero();
   for (int i = 0; i < n; i += kLanes) sum = fma(load(x + i), load(x + i), sum);
   const float inverse = 1.0f / std::sqrt(hsum(sum) + kL2Eps);
   for (int i = 0; i < n; i += kLanes) store(x + i, load(x + i) * inverse * scale);
@@ -256,7 +256,7 @@ class GdnTask {
       to += width_[s];
     }
     for (int64_t i = 0; i < padded_; i += kLanes) {
-      vf sum = vf{};
+      vf sum = zero();
       for (int w = 0; w < W; ++w)
         sum = fma(load(ring_ + ((next_ + 1 + w) % W) * padded_ + i),
                   load(taps_ + w * padded_ + i), sum);

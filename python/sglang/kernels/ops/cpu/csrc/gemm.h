@@ -1,6 +1,6 @@
 // y[t, n] = sum over k, ascending, one fma each, of x[t, k] * w[n, k]. The order does not depend on
 // the number of rows or on tiling, so a row's bits are the same in every call.
-// Weights are packed in panels [N / 64, K, 64].
+// Weights are packed in panels of 64 outputs, each panel in strips [K, kStrip].
 #pragma once
 
 #include <algorithm>
@@ -13,6 +13,12 @@ namespace sgl {
 
 constexpr int kPanel = 64;
 constexpr int kVecs = kPanel / kLanes;
+constexpr int kStrip = kPartLanes == 16 ? kPanel : kLanes;  // what one tile reads, back to back
+
+// Position of output n, input k within its panel.
+static inline int64_t in_panel(int64_t n, int64_t k, int64_t cols) {
+  return (n / kStrip) * kStrip * cols + k * kStrip + n % kStrip;
+}
 
 struct Linear {
   const void* weight;
@@ -29,16 +35,15 @@ static void pack(W* storage, int64_t rows, int64_t cols) {
     W* at = storage + n0 * cols;
     std::memcpy(panel.data(), at, sizeof(W) * panel.size());
     for (int64_t n = 0; n < kPanel; ++n)
-      for (int64_t k = 0; k < cols; ++k) at[k * kPanel + n] = panel[n * cols + k];
+      for (int64_t k = 0; k < cols; ++k) at[in_panel(n, k, cols)] = panel[n * cols + k];
   }
 }
 
-// Rows x vectors of a tile; the accumulators fit the registers.
-#if defined(__AVX512F__)
-constexpr int kMaxRows = 6, kTileVecs = 4;
-#else
-constexpr int kMaxRows = 4, kTileVecs = 1;
-#endif
+// Rows of a tile, and vectors for that many rows: the accumulators fit the registers.
+constexpr int kMaxRows = 6;
+constexpr int tile_vecs(int rows) {
+  return kPartLanes == 16 ? 4 : kPartLanes == 8 ? (rows == 1 ? 4 : rows <= 3 ? 2 : 1) : 1;
+}
 constexpr int64_t kAheadBytes = 6144;  // prefetch distance within a panel, measured
 
 template <int R, int NV, class W>
@@ -46,13 +51,17 @@ static inline void tile(const float* x, int64_t ldx, const W* panel, int first, 
                         int64_t ahead, float* out) {
   vf acc[R][NV];
   for (int r = 0; r < R; ++r)
-    for (int j = 0; j < NV; ++j) acc[r][j] = vf{};
-  const W* w = panel + first * kLanes;
-  for (int64_t k = 0; k < cols; ++k, w += kPanel) {
-    for (int b = 0; b < int(kPanel * sizeof(W)); b += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(w + ahead) + b, 0, 2);
+    for (int j = 0; j < NV; ++j) acc[r][j] = zero();
+  const W* w[NV];
+  for (int j = 0; j < NV; ++j) w[j] = panel + in_panel((first + j) * kLanes, 0, cols);
+  for (int64_t k = 0; k < cols; ++k) {
     vf wv[NV];
-    for (int j = 0; j < NV; ++j) wv[j] = load(w + j * kLanes);
+    for (int j = 0; j < NV; ++j) {
+      const W* at = w[j] + k * kStrip;
+      // one prefetch per cache line: a vector of bf16 is half a line
+      if (sizeof(W) == 4 || (kStrip > kLanes ? j : int(k)) % 2 == 0) __builtin_prefetch(at + ahead, 0, 2);
+      wv[j] = load(at);
+    }
     for (int r = 0; r < R; ++r) {
       vf xv = splat(x[r * ldx + k]);
       for (int j = 0; j < NV; ++j) acc[r][j] = fma(wv[j], xv, acc[r][j]);
@@ -65,8 +74,9 @@ static inline void tile(const float* x, int64_t ldx, const W* panel, int first, 
 template <int R, class W>
 static inline void panel_tiles(const float* x, int64_t ldx, const W* panel, int64_t cols,
                                int64_t ahead, float* out) {
-  for (int first = 0; first < kVecs; first += kTileVecs)
-    tile<R, kTileVecs>(x, ldx, panel, first, cols, ahead, out);
+  constexpr int NV = tile_vecs(R);
+  for (int first = 0; first < kVecs; first += NV)
+    tile<R, NV>(x, ldx, panel, first, cols, ahead, out);
 }
 
 // out [rows, 64], rows <= kMaxRows
@@ -78,10 +88,8 @@ static inline void panel_rows(const float* x, int64_t ldx, int rows, const W* pa
     case 2: return panel_tiles<2>(x, ldx, panel, cols, ahead, out);
     case 3: return panel_tiles<3>(x, ldx, panel, cols, ahead, out);
     case 4: return panel_tiles<4>(x, ldx, panel, cols, ahead, out);
-#if defined(__AVX512F__)
     case 5: return panel_tiles<5>(x, ldx, panel, cols, ahead, out);
     case 6: return panel_tiles<6>(x, ldx, panel, cols, ahead, out);
-#endif
   }
 }
 
@@ -151,8 +159,8 @@ static void linear(const Linear& weights, const float* x, int64_t ldx, int64_t r
 
 template <class W>
 static inline void packed_row(const W* storage, int64_t cols, int64_t row, float* out) {
-  const W* at = storage + (row / kPanel) * kPanel * cols + row % kPanel;
-  for (int64_t k = 0; k < cols; ++k) out[k] = widen(at[k * kPanel]);
+  const W* at = storage + (row / kPanel) * kPanel * cols + in_panel(row % kPanel, 0, cols);
+  for (int64_t k = 0; k < cols; ++k) out[k] = widen(at[k * kStrip]);
 }
 
 }  // namespace sgl

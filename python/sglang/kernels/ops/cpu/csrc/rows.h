@@ -8,7 +8,7 @@ namespace sgl {
 // out = x * rsqrt(mean(x^2) + eps) * (offset + w), n a multiple of 16 or not
 static inline void rmsnorm(const float* x, const float* w, float offset, float eps, int n,
                            float* out) {
-  vf sum = vf{};
+  vf sum = zero();
   const int whole = n / kLanes * kLanes;
   for (int i = 0; i < whole; i += kLanes) sum = fma(load(x + i), load(x + i), sum);
   if (whole < n) {
