@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang.kernels.ops.cpu import gdn_torch
-from sglang.srt.layers.attention.linear.gdn_tree import TreeScratch, levels_of, record_trees
+from sglang.srt.layers.attention.linear.gdn_tree import TreeScratch, record_trees, tree_levels
 from sglang.srt.layers.attention.tree_attention import attend_trees
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -21,6 +21,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="unit")
 
+CPU = torch.device("cpu")
 PARENTS = (-1, 0, 0, 1, 1, 2, 5)
 TREE = DraftTree(parents=(PARENTS, (-1, 0, 1, 2, 3, -1, -1)))
 
@@ -116,7 +117,7 @@ def test_every_node_equals_the_chain_of_its_ancestors():
     slots, rows = torch.tensor([3, 1], dtype=torch.int32), torch.tensor([4, 2])
     out = record_trees(
         x, a, b, layer, scratch,
-        slots=slots, scratch_rows=rows, parents=torch.tensor(TREE.parents),
+        slots=slots, scratch_rows=rows, levels=tree_levels(TREE.parents, CPU),
     )  # fmt: skip
     for request in range(2):
         for node in range(7):
@@ -140,7 +141,7 @@ def test_wrong_parent_would_be_noticed():
     def run(parents):
         return record_trees(
             x, a, b, layer, scratch,
-            slots=slots, scratch_rows=rows, parents=torch.tensor(parents),
+            slots=slots, scratch_rows=rows, levels=tree_levels(parents, CPU),
         )  # fmt: skip
 
     chain = run(((-1, 0, 1, 2, 3, 4, 5), TREE.parents[1]))
@@ -154,13 +155,14 @@ def test_skipped_request_and_invalid_parents_touch_nothing_else():
         x, a, b, layer, scratch,
         slots=torch.tensor([2, -1, 4]),
         scratch_rows=torch.tensor([0, 1, 2]),
-        parents=torch.tensor([[5, 1], [-1, 0], [-7, -1]]),
+        levels=tree_levels([[5, 1], [-1, 0], [-7, -1]], CPU),
     )  # fmt: skip
     assert torch.equal(out[2:4], torch.zeros_like(out[2:4]))
     assert scratch.states[1].isnan().all() and not scratch.states[[0, 2], :2].isnan().any()
     state, _, _ = chain_states(layer, scratch, 2, x[1:2], a[1:2], b[1:2])
     torch.testing.assert_close(scratch.states[0, 1], state)
-    assert levels_of([[0, 2, 0]]) == [[(0, 0, -1), (0, 1, -1)], [(0, 2, 0)]]
+    rows = [[t.tolist() for t in level[1:]] for level in tree_levels([[0, 2, 0]], CPU)]
+    assert rows == [[[0, 1], [0, 1]], [[2], [0]]]
 
 
 def test_tree_attention_equals_the_chain_of_ancestors():

@@ -64,6 +64,7 @@ class ForwardBatch:
     spec_hidden          [T, H], hidden input of an MTP model
     tree_parents         [R, D] int64, TARGET_VERIFY of trees: row that each row continues, -1 for the
                          bonus and for padding; None for chains
+    tree_levels          the same by depth, see layers/attention/linear/gdn_tree.py
     tree_mask            [R, D, D] bool, with tree_parents: which rows of the call a row attends to
     """
 
@@ -85,6 +86,7 @@ class ForwardBatch:
     spec_hidden: Tensor | None = None
     tree_parents: Tensor | None = None
     tree_mask: Tensor | None = None
+    tree_levels: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
     prefix_lens_cpu: list[int] = field(default_factory=list)
     query_lens_cpu: list[int] = field(default_factory=list)
 

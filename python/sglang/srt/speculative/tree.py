@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sglang.srt.layers.attention.linear.gdn_tree import tree_levels
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, LogitsOutput
 
 NO_PARENT = -1
@@ -95,6 +96,7 @@ def place_tree(fb: ForwardBatch, tree: DraftTree) -> None:
     fb.positions = (fb.prefix_lens.unsqueeze(1) + depths).reshape(-1)
     fb.tree_parents = torch.tensor(tree.parents, dtype=torch.long, device=device)
     fb.tree_mask = tree.ancestors().to(device)
+    fb.tree_levels = tree_levels(tree.parents, device)
 
 
 def walk(

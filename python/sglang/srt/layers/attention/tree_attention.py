@@ -31,11 +31,10 @@ def attend_trees(
     width = fb.tree_mask.shape[-1]
     group = layer.num_heads // layer.num_kv_heads
     out = torch.empty_like(q)
-    rows = zip(fb.req_pool_indices.tolist(), fb.prefix_lens_cpu, strict=True)
-    for r, (row, prefix) in enumerate(rows):
-        slots = torch.cat(
-            [req_to_token[row, :prefix].long(), fb.out_cache_loc[r * width : (r + 1) * width]]
-        )
+    longest = max(fb.prefix_lens_cpu)
+    table = req_to_token[:, :longest].index_select(0, fb.req_pool_indices)
+    for r, prefix in enumerate(fb.prefix_lens_cpu):
+        slots = torch.cat([table[r, :prefix].long(), fb.out_cache_loc[r * width : (r + 1) * width]])
         k, v = (
             pool[slots].to(q.dtype).repeat_interleave(group, dim=1).transpose(0, 1)[None]
             for pool in (keys, values)

@@ -119,7 +119,7 @@ class CpuGDNBackend(AttentionBackend):
                 TreeScratch.of_layer(self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)),
                 slots=self.current().mamba_cache_indices,
                 scratch_rows=self.current().scratch_rows,
-                parents=fb.tree_parents,
+                levels=fb.tree_levels,
             )
         if gdn.covers(layer.head_k_dim):
             return gdn.forward(mixed_qkv, a, b, self._native_call(layer, fb))

@@ -175,7 +175,7 @@ class GDNAttnBackend(MambaAttnBackendBase):
                 TreeScratch.of_layer(cache),
                 slots=self.forward_metadata.mamba_cache_indices,
                 scratch_rows=self.forward_metadata.scratch_rows,
-                parents=fb.tree_parents,
+                levels=fb.tree_levels,
             )
         if fb.forward_mode.is_target_verify():
             return self._verify(mixed_qkv, a, b, layer, cache, fb)

@@ -6,6 +6,7 @@ state and conv window after every node go to the verify scratch. Plain PyTorch, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,23 +55,30 @@ class TreeScratch:
         )
 
 
-def levels_of(parents: list[list[int]]) -> list[list[tuple[int, int, int]]]:
-    """(request, node, parent) of every node, grouped by depth.
+Level = tuple[Tensor, Tensor, Tensor]
 
-    A parent that is negative, the node itself or a later one cannot be continued from: such a node
-    starts from the pool's state, and nothing else is touched.
+
+def tree_levels(parents: Sequence[Sequence[int]], device: torch.device) -> tuple[Level, ...]:
+    """Nodes of all requests grouped by depth, once per call.
+
+    parents [R][D]. Each level holds, as [n] int64 tensors, the request, the flat row ``r * D + node``,
+    and the flat row of the parent (of the first level: the row itself, which nobody reads). A parent
+    that is negative, the node itself or a later one cannot be continued from: such a node starts
+    from the pool's state.
     """
+    width = len(parents[0])
     levels: list[list[tuple[int, int, int]]] = []
     for request, own in enumerate(parents):
         depths: list[int] = []
         for node, parent in enumerate(own):
             valid = 0 <= parent < node
-            depth = depths[parent] + 1 if valid else 0
-            depths.append(depth)
-            while len(levels) <= depth:
+            depths.append(depths[parent] + 1 if valid else 0)
+            while len(levels) <= depths[node]:
                 levels.append([])
-            levels[depth].append((request, node, parent if valid else -1))
-    return levels
+            row = request * width + node
+            above = request * width + parent if valid else row
+            levels[depths[node]].append((request, row, above))
+    return tuple(tuple(torch.tensor(level).t().to(device)) for level in levels)
 
 
 def record_trees(
@@ -82,33 +90,25 @@ def record_trees(
     *,
     slots: Tensor,
     scratch_rows: Tensor,
-    parents: Tensor,
+    levels: Sequence[Level],
 ) -> Tensor:
     """Convolve and run the recurrence over trees of D nodes.
 
     mixed_qkv [R * D, conv_dim], a, b [R * D, HV]; slots, scratch_rows [R], a negative slot skips its
-    request; parents [R, D]. Returns [R * D, HV, V], zero for skipped requests.
+    request. Returns [R * D, HV, V], zero for skipped requests. Never waits for the device.
     """
-    num_requests, width = parents.shape
-    device = mixed_qkv.device
+    num_requests = slots.shape[0]
+    width = mixed_qkv.shape[0] // num_requests
     g, beta = gdn_torch.gates(a, b, layer.A_log, layer.dt_bias)
-    out = mixed_qkv.new_zeros((num_requests * width, layer.num_v_heads, layer.head_v_dim))
-    states = torch.zeros(
-        (num_requests * width, *scratch.temporal.shape[1:]), dtype=torch.float32, device=device
-    )
-    windows = torch.zeros(
-        (num_requests * width, *scratch.conv.shape[1:]), dtype=torch.float32, device=device
-    )
     x = mixed_qkv.to(scratch.conv.dtype).float()
-    live = (slots >= 0).tolist()
-    slots = slots.long()
-    for level in levels_of(parents.tolist()):
-        nodes = [(r, r * width + node, r * width + parent) for r, node, parent in level if live[r]]
-        if not nodes:
-            continue
-        request, row, above = torch.tensor(nodes, device=device).t()
-        if level[0][2] < 0:
-            own = slots[request]
+    out = x.new_zeros((num_requests * width, layer.num_v_heads, layer.head_v_dim))
+    states = x.new_zeros((num_requests * width, *scratch.temporal.shape[1:]))
+    windows = x.new_zeros((num_requests * width, *scratch.conv.shape[1:]))
+    live = slots >= 0
+    own_slots = slots.clamp_min(0).long()
+    for depth, (request, row, above) in enumerate(levels):
+        if depth == 0:
+            own = own_slots[request]
             state, window = scratch.temporal[own].float(), scratch.conv[own].float()
         else:
             state, window = states[above], windows[above]
@@ -116,13 +116,19 @@ def record_trees(
         parts = _heads(_convolve(inputs, layer.conv_weights), layer, g[row], beta[row])
         states[row], out[row] = _step(state, parts)
         windows[row] = inputs[:, :, 1:]
-    kept = torch.nonzero(slots >= 0).flatten()
-    rows = scratch_rows.long()[kept]
-    by_node = states.view(num_requests, width, *states.shape[1:])[kept]
-    scratch.states[rows, :width] = by_node.to(scratch.states.dtype)
-    by_node = windows.view(num_requests, width, *windows.shape[1:])[kept]
-    scratch.windows[rows, :width] = by_node.to(scratch.windows.dtype)
-    return out
+    _store(scratch.states, scratch_rows, states.view(num_requests, width, *states.shape[1:]), live)
+    _store(
+        scratch.windows, scratch_rows, windows.view(num_requests, width, *windows.shape[1:]), live
+    )
+    keep = live.repeat_interleave(width).view(-1, 1, 1)
+    return torch.where(keep, out, torch.zeros_like(out)).to(mixed_qkv.dtype)
+
+
+def _store(buffer: Tensor, rows: Tensor, values: Tensor, live: Tensor) -> None:
+    """buffer[rows[r], :D] = values[r] for live requests; rows of the others keep what they hold."""
+    rows, width = rows.long(), values.shape[1]
+    keep = live.view(-1, *[1] * (values.dim() - 1))
+    buffer[rows, :width] = torch.where(keep, values.to(buffer.dtype), buffer[rows, :width])
 
 
 def _convolve(inputs: Tensor, weights: Tensor) -> Tensor:
