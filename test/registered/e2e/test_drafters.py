@@ -347,7 +347,7 @@ def test_draft_for_another_target_is_refused_by_name(target, drafts, tmp_path):
     )
     with pytest.raises(ValueError, match="target_layer_ids"):
         block_engine(target, {"dflash": str(tmp_path / "bad")}, "dflash")
-    with pytest.raises(ValueError, match="DSPARK checkpoint"):
+    with pytest.raises(ValueError, match="drafter for DSPARK"):
         block_engine(target, {"dflash": drafts["dspark"]}, "dflash")
 
 

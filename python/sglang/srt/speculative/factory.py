@@ -107,11 +107,6 @@ def _step_policy(args: ServerArgs) -> StepPolicy | None:
 
 def _build_block(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
     config = DraftConfig.from_path(args.speculative_draft_model_path)
-    if config.algorithm != args.speculative_algorithm:
-        raise ValueError(
-            f"{args.speculative_draft_model_path} is a {config.algorithm} checkpoint "
-            f"({config.architecture}); use --speculative-algorithm {config.algorithm}"
-        )
     mask_token_id = resolve_mask_token(config, args.model_path)
     model = _block_model_class(config)(
         config,
