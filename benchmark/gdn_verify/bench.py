@@ -134,7 +134,8 @@ def run_row(n: int, d: int, *, sweep: bool) -> list[dict[str, object]]:
         """The fastest tile of the sweep (the table's without one) and its ring size."""
         swept = [r for r in records if r["variant"] == f"{name} sweep"]
         if not swept:
-            chosen = select_tile(num_heads_in_batch=n * 32, draft_tokens=d)
+            deferred = name == "cuda deferred"
+            chosen = select_tile(num_heads_in_batch=n * 32, draft_tokens=d, deferred=deferred)
             return chosen, capacities(d)[0]
         record = min(swept, key=lambda r: float(r["total"]))
         return VerifyTile(*record["tile"]), int(record.get("capacity", 2 * d))
@@ -143,7 +144,7 @@ def run_row(n: int, d: int, *, sweep: bool) -> list[dict[str, object]]:
     for name, kind in (("triton snapshots", Snapshots), ("triton tuples", Tuples)):
         add(name, kind(case, use_cuda=False))
     if sweep:
-        sweep_tiles("cuda tuples", lambda tile: Tuples(case, use_cuda=True, tile=tile))
+        sweep_tiles("cuda tuples", lambda tile, c=case: Tuples(c, use_cuda=True, tile=tile))
     tile, _ = best_tile("cuda tuples")
     label = list(vars(tile).values())
     for name, kind in (("cuda snapshots", Snapshots), ("cuda tuples", Tuples)):

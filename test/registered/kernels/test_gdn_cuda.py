@@ -13,7 +13,7 @@ from sglang.kernels.ops.attention.fla.fused_sigmoid_gating_recurrent import (
     fused_sigmoid_gating_delta_rule_update,
 )
 from sglang.kernels.ops.gdn_cuda.deferred import DeferredCommit
-from sglang.kernels.ops.gdn_cuda.launch_table import VerifyTile
+from sglang.kernels.ops.gdn_cuda.launch_table import TABLE_TILES, VerifyTile
 from sglang.kernels.ops.gdn_cuda.module import unavailable_reason
 from sglang.kernels.ops.gdn_cuda.verify import VerifyInputs, run_verify
 from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update
@@ -310,11 +310,10 @@ def test_deferred_commit_equals_immediate_commit(n, d, capacity, dtype):
 @pytest.mark.parametrize(
     "tile",
     [
+        *TABLE_TILES,
         VerifyTile(4, 4, 2, 2),
-        VerifyTile(8, 4, 2, 1),
         VerifyTile(8, 2, 2, 2),
         VerifyTile(4, 2, 4, 3),
-        VerifyTile(4, 4, 4, pairs=True),
         VerifyTile(4, 4, 3, pdl=True),
     ],
     ids=str,

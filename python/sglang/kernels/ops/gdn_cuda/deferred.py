@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from sglang.kernels.ops.gdn_cuda.launch_table import DEFAULT_TILE
+from sglang.kernels.ops.gdn_cuda.launch_table import DEFAULT_TILE, VerifyTile
 from sglang.kernels.ops.gdn_cuda.module import HEAD_DIM, unavailable_reason
 from sglang.kernels.ops.gdn_cuda.verify import VerifyInputs, launch_units, module_for, run_verify
 
@@ -59,7 +59,7 @@ class DeferredCommit:
         self.ring[:, 2:4] = -1
 
     def verify(
-        self, layer: int, x: VerifyInputs, *, scale: float, tile=DEFAULT_TILE
+        self, layer: int, x: VerifyInputs, *, scale: float, tile: VerifyTile | None = None
     ) -> torch.Tensor:
         """Verify one layer: replay what is pending, run the drafts, record their tuples."""
         return run_verify(

@@ -124,7 +124,11 @@ def run_verify(
     num_v_heads = x.v.shape[1]
     num_tokens = x.q.shape[0] // num_requests
     if tile is None:
-        tile = select_tile(num_heads_in_batch=num_requests * num_v_heads, draft_tokens=num_tokens)
+        tile = select_tile(
+            num_heads_in_batch=num_requests * num_v_heads,
+            draft_tokens=num_tokens,
+            deferred=ring is not None,
+        )
     out = torch.empty(x.v.shape, dtype=torch.bfloat16, device=x.v.device)
     launch_units(
         x,

@@ -6,24 +6,17 @@ multiply and one fused multiply-add per step, here and in every verify.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Callable
-
 import torch
 
 from sglang.kernels import triton_support
-from sglang.kernels.exact_math import step_state
+from sglang.kernels.ops.cpu import replay as cpu_replay
 from sglang.kernels.ops.mamba.row_rules import (
     check_index_vectors,
     drop_committed_targets,
-    valid_rows,
 )
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.mamba import replay_kernels
-
-_HAS_CPU_OP = importlib.util.find_spec("sglang.kernels.ops.cpu.replay") is not None
 
 _BLOCK_V = 32
 _NUM_WARPS = 4
@@ -50,45 +43,6 @@ def _check_shapes(states: torch.Tensor, u: torch.Tensor, k: torch.Tensor, g: tor
             raise ValueError(f"last dim of {name} must be contiguous, got {tensor.stride()}")
     if states.numel() and states.stride()[2:] != (dim_v * dim_k, dim_k, 1):
         raise ValueError(f"entries of states must be contiguous, got strides {states.stride()}")
-
-
-def replay_tuples_torch(
-    states: torch.Tensor,
-    u: torch.Tensor,
-    k: torch.Tensor,
-    g: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    steps: torch.Tensor,
-    dests: torch.Tensor,
-) -> None:
-    """PyTorch form with the kernels' roundings; arguments as `replay_tuples`."""
-    keep = valid_rows(
-        steps,
-        dests,
-        rows,
-        num_steps=g.shape[2],
-        num_slots=states.shape[1],
-        num_src_rows=g.shape[1],
-    )
-    keep &= (slots >= 0) & (slots < states.shape[1])
-    chosen = keep.nonzero().flatten()
-    if chosen.numel() == 0:
-        return
-    rows, slots, steps, dests = (x[chosen].long() for x in (rows, slots, steps, dests))
-    state = states[:, slots].float()
-    for t in range(int(steps.max()) + 1):
-        live = (steps >= t).nonzero().flatten()
-        src = rows[live]
-        decay = torch.exp(g[:, src, t])
-        state[:, live] = step_state(state[:, live], decay, k[:, src, t], u[:, src, t])
-    states[:, dests] = state.to(states.dtype)
-
-
-def _cpu_replay() -> Callable[..., None]:
-    if _HAS_CPU_OP:
-        return importlib.import_module("sglang.kernels.ops.cpu.replay").replay_tuples
-    return replay_tuples_torch
 
 
 def _launch(
@@ -168,7 +122,8 @@ def replay_tuples(
         dests = None if dests is None else dests.contiguous()
         _launch(states, u, k, g, rows, slots, steps, dests, None, None, use_ptx)
         return
-    _cpu_replay()(states, u, k, g, rows, slots, steps, slots if dests is None else dests)
+    replay = cpu_replay.replay_tuples
+    replay(states, u, k, g, rows, slots, steps, slots if dests is None else dests)
 
 
 def commit_tuples(
@@ -218,6 +173,6 @@ def commit_tuples(
     track_steps = drop_committed_targets(
         track_steps, track_dests, steps, slots, num_steps=g.shape[2]
     )
-    replay = _cpu_replay()
+    replay = cpu_replay.replay_tuples
     replay(states, u, k, g, rows, slots, track_steps, track_dests)
     replay(states, u, k, g, rows, slots, steps, slots)
