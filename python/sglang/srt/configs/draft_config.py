@@ -13,6 +13,13 @@ SLIDING_ATTENTION = "sliding_attention"
 DFLASH_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 DSPARK_ARCHITECTURES = ("DSparkDraftModel", "Qwen3DSparkModel")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+REQUIRED_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ class DraftConfig:
         nested = {**(raw.get("dspark_config") or {}), **(raw.get("dflash_config") or {})}
         keys = {**raw, **nested}
         algorithm = _algorithm(architecture, keys)
+        _check_sizes(raw)
         heads = int(raw["num_attention_heads"])
         head_dim = int(raw.get("head_dim") or raw["hidden_size"] // heads)
         num_layers = int(raw["num_hidden_layers"])
@@ -152,6 +160,13 @@ class DraftConfig:
         )
         _check(config)
         return config
+
+
+def _check_sizes(raw: dict[str, Any]) -> None:
+    for key in REQUIRED_SIZES:
+        value = raw.get(key)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"draft config.json: {key}={value!r} must be a whole number above 0")
 
 
 def _algorithm(architecture: str, keys: dict[str, Any]) -> str:

@@ -30,6 +30,21 @@ FAMILY_OF_MODEL_TYPE = {
 }
 STATE_DTYPES = ("float32", "bfloat16")
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+SIZE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+    "max_position_embeddings",
+)
+"""Keys that must be positive where they are given."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +153,7 @@ class ModelConfig:
         """
         text = text_config(raw)
         architecture, family = _family(raw)
+        _check_sizes(text)
         generation = generation or {}
         layer_types = _layer_types(text)
         head_dim = int(text.get("head_dim") or 256)
@@ -201,14 +217,22 @@ def find_config_file(path: str) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    with open(file, encoding="utf-8") as handle:
-        return json.load(handle)
+    """The object that a JSON file holds. Raises: ValueError naming the file if it holds none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not JSON ({error}); give a model's config.json") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object; give a model's config.json")
+    return content
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
     """The language model's keys, completed from the root where the nested config is silent."""
     if "text_config" not in raw:
         return raw
+    if not isinstance(raw["text_config"], dict):
+        raise ValueError(f"config.json: text_config={raw['text_config']!r} must be an object")
     text = dict(raw["text_config"])
     if "dtype" not in text and "torch_dtype" not in text:
         text["dtype"] = raw.get("dtype", raw.get("torch_dtype"))
@@ -222,6 +246,16 @@ def _required(text: dict[str, Any], key: str) -> int:
     if text.get(key) is None:
         raise ValueError(f"config.json lacks {key!r}, which has no default")
     return int(text[key])
+
+
+def _check_sizes(text: dict[str, Any]) -> None:
+    for key in SIZE_KEYS:
+        value = text.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"config.json: {key}={value!r} must be a whole number of at least 1")
+    only = text.get("mlp_only_layers")
+    if only is not None and not isinstance(only, list):
+        raise ValueError(f"config.json: mlp_only_layers={only!r} must be a list of layer ids")
 
 
 def _family(raw: dict[str, Any]) -> tuple[str, str]:
@@ -278,6 +312,10 @@ def _eos_ids(raw: dict[str, Any]) -> frozenset[int]:
 def _check(config: ModelConfig) -> None:
     moe = config.num_experts > 0
     rules = (
+        (
+            config.mtp_num_hidden_layers >= 0,
+            f"mtp_num_hidden_layers={config.mtp_num_hidden_layers} must be at least 0",
+        ),
         (config.hidden_act == "silu", f"hidden_act={config.hidden_act!r}; only silu is supported"),
         (
             config.mamba_ssm_dtype in STATE_DTYPES,

@@ -13,16 +13,27 @@ if TYPE_CHECKING:
 CPU_MEMORY_SHARE = 0.5
 """Share of the host's available memory that a CPU server plans with unless a flag says otherwise."""
 
+MOST_GIB = 1 << 23
+"""More than any device; beyond it byte counts would leave the range in which floats are exact."""
+
 
 def planned_memory(args: ServerArgs) -> int:
     """Bytes of one device: ``--device-memory-gb`` if given, else what the device at hand has."""
     if args.device_memory_gb is not None:
-        return int(args.device_memory_gb * GIB)
+        return _checked(args.device_memory_gb)
     if args.device == "cpu":
         return default_host_budget()
     import torch
 
     return torch.cuda.get_device_properties(args.base_gpu_id).total_memory
+
+
+def _checked(gib: float) -> int:
+    if gib > MOST_GIB or gib * GIB < 1:
+        raise MemoryPlanError(
+            f"--device-memory-gb {gib:g} is no device's memory: give GiB, at most {MOST_GIB:,}"
+        )
+    return int(gib * GIB)
 
 
 def default_host_budget() -> int:

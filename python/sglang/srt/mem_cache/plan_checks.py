@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from sglang.srt.mem_cache.plan_gather import PlanInputs
 from sglang.srt.mem_cache.plan_inputs import MemoryPlanError
 from sglang.srt.mem_cache.plan_reserves import ReserveLine
+from sglang.srt.mem_cache.plan_table import human_bytes
 from sglang.srt.mem_cache.state_layout import SNAPSHOTS, UPDATE_TUPLES
-from sglang.srt.mem_cache.state_sizing import GIB, Division, StateCosts
+from sglang.srt.mem_cache.state_sizing import Division, StateCosts
 
 
 def largest_fraction(inputs: PlanInputs, reserves: tuple[ReserveLine, ...]) -> float:
@@ -26,18 +27,28 @@ def static_fraction(inputs: PlanInputs, reserves: tuple[ReserveLine, ...]) -> fl
     if asked is None:
         if largest <= 0:
             raise MemoryPlanError(
-                f"activations, graphs and runtime need {_gib(reserved)}, the device has "
-                f"{_gib(inputs.memory)}: lower --chunked-prefill-size or --max-running-requests, or "
-                "use a larger device"
+                f"activations, graphs and runtime need {human_bytes(reserved)}, the device has "
+                f"{human_bytes(inputs.memory)}: {_fewer_rows(inputs)}, or use a larger device "
+                "(--device-memory-gb when planning)"
             )
         return largest
     if asked > largest:
+        lower = f"lower it to at most {largest:.3f}, or " if largest > 0 else ""
         raise MemoryPlanError(
-            f"--mem-fraction-static {asked} leaves {_gib(inputs.memory * (1 - asked))} for "
-            f"activations, graphs and runtime, which need {_gib(reserved)}: lower it to at most "
-            f"{max(largest, 0):.3f}, or lower --chunked-prefill-size or --max-running-requests"
+            f"--mem-fraction-static {asked} leaves {human_bytes(inputs.memory * (1 - asked))} for "
+            f"activations, graphs and runtime, which need {human_bytes(reserved)}: {lower}"
+            f"{_fewer_rows(inputs)}"
         )
     return asked
+
+
+def _fewer_rows(inputs: PlanInputs) -> str:
+    """The flags that set how many rows a call computes, with their values."""
+    return f"lower --chunked-prefill-size {inputs.args.chunked_prefill_size} or {_running(inputs)}"
+
+
+def _running(inputs: PlanInputs) -> str:
+    return f"--max-running-requests {inputs.max_running}"
 
 
 def least_tokens(inputs: PlanInputs) -> int:
@@ -72,33 +83,46 @@ def check_fits(
     if state.slots < inputs.ratio and state.branch != 3:
         raise MemoryPlanError(
             f"--max-mamba-cache-size {args.max_mamba_cache_size} serves no request: it gives "
-            f"{_gib(state.slots * costs.slot)}, and each request needs {inputs.ratio} state slots "
-            f"({_gib(inputs.ratio * costs.slot)}); raise it to at least {inputs.ratio}, or use "
+            f"{human_bytes(state.slots * costs.slot)}, and each request needs {inputs.ratio} state slots "
+            f"({human_bytes(inputs.ratio * costs.slot)}); raise it to at least {inputs.ratio}, or use "
             "--disable-radix-cache, which needs one"
         )
-    have = f"{_gib(budget.static_bytes)} are available"
+    have = f"{human_bytes(budget.static_bytes)} are available"
     needed = _enough(inputs, costs, division, budget)
     more = _more_memory(inputs, needed, budget)
     if budget.static_bytes <= budget.fixed:
         raise MemoryPlanError(
-            f"weights, draft weights and request rows need {_gib(budget.fixed)}, {have}: {more}, or "
-            "lower --context-length or --max-running-requests"
+            f"weights, draft weights and request rows need {human_bytes(budget.fixed)}, {have}: {more}, or "
+            f"lower --context-length {inputs.context} or {_running(inputs)}"
         )
     if state.slots < inputs.ratio:
         raise MemoryPlanError(
-            f"recurrent state needs {_gib(_one_request(inputs, costs))} for one request "
+            f"recurrent state needs {human_bytes(_one_request(inputs, costs))} for one request "
             f"({inputs.ratio} slots, padding, two verify rows); its share beside weights of "
-            f"{_gib(budget.fixed)} is less: {_gib(needed)} are needed in all, {have}: {more}"
+            f"{human_bytes(budget.fixed)} is less: {human_bytes(needed)} are needed in all, {have}: {more}"
             f"{_lossless_hint(inputs)}, raise --mamba-full-memory-ratio above {_share(inputs):g}, or "
             f"set --max-mamba-cache-size {inputs.ratio}"
         )
     if tokens < least:
-        lower = "--max-running-requests" if state.branch == 2 else "--max-mamba-cache-size"
+        rows = f", {state.rows} verify rows" if inputs.verifies else ""
         raise MemoryPlanError(
-            f"no memory is left for KV: weights, {state.slots} state slots, {state.rows} verify rows "
-            f"and {least} tokens need {_gib(needed)}, {have}: {more}, lower {lower}"
-            f"{_lossless_hint(inputs)} or lower --speculative-num-draft-tokens"
+            f"no memory is left for KV: weights, {state.slots} state slots{rows} and {least} tokens "
+            f"need {human_bytes(needed)}, {have}: {more}, or lower {_state_flag(inputs, state.branch)}"
+            f"{_lossless_hint(inputs)}{_narrower_hint(inputs)}"
         )
+
+
+def _state_flag(inputs: PlanInputs, branch: int) -> str:
+    """The flag that made the state pool as large as it is."""
+    if branch == 1:
+        return f"--max-mamba-cache-size {inputs.args.max_mamba_cache_size}"
+    return _running(inputs) if branch == 2 else f"--mamba-full-memory-ratio {_share(inputs):g}"
+
+
+def _narrower_hint(inputs: PlanInputs) -> str:
+    if not inputs.verifies:
+        return ""
+    return f", lower --speculative-num-draft-tokens {inputs.args.speculative_num_draft_tokens}"
 
 
 def _share(inputs: PlanInputs) -> float:
@@ -158,11 +182,7 @@ def plan_notes(
             )
     elif charged > scratch:
         notes.append(
-            f"verify scratch is charged {_gib(charged)} and takes {_gib(scratch)}: conv windows "
+            f"verify scratch is charged {human_bytes(charged)} and takes {human_bytes(scratch)}: conv windows "
             "share columns, the price does not"
         )
     return tuple(notes)
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f} GiB"

@@ -15,6 +15,7 @@ from sglang.srt.arg_groups.basic_hook import (
     handle_page_and_chunk,
 )
 from sglang.srt.arg_groups.check_values import check_values
+from sglang.srt.arg_groups.hicache_hook import handle_hierarchical_cache
 from sglang.srt.arg_groups.mamba_hook import handle_mamba_radix_cache
 from sglang.srt.arg_groups.model_hook import handle_model
 from sglang.srt.arg_groups.pipeline import run_hook
@@ -22,10 +23,11 @@ from sglang.srt.arg_groups.speculative_hook import handle_speculative_decoding
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.device_memory import planned_memory
 from sglang.srt.mem_cache.plan_inputs import MemoryPlanError
+from sglang.srt.mem_cache.plan_plot import PlotError, check_plot_path, draw
 from sglang.srt.mem_cache.plan_table import human_bytes, plan_table
 from sglang.srt.mem_cache.plan_types import MemoryPlan
 from sglang.srt.mem_cache.planner import make_plan
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 NO_PLAN, BAD_ARGUMENTS = 1, 2
 
@@ -35,6 +37,7 @@ _STEPS = (
     handle_page_and_chunk,
     handle_speculative_decoding,
     handle_mamba_radix_cache,
+    handle_hierarchical_cache,
     handle_cuda_graphs,
 )
 
@@ -47,14 +50,30 @@ def build_parser() -> argparse.ArgumentParser:
         "verify. Needs the model's config.json only: no GPU and no weights.",
         allow_abbrev=False,
     )
+    _add_output_flags(parser)
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
     parser.add_argument(
         "--plot",
         metavar="FILE.png",
         help="Draw verify scratch and KV capacity against draft width and running requests.",
     )
-    ServerArgs.add_cli_args(parser)
-    return parser
+
+
+def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, ServerArgs]:
+    """How to print, and the server's arguments, those in the file of ``--config`` included.
+
+    Words that cannot be read print usage and exit with status 2. Raises: ValueError, OSError.
+    """
+    build_parser().parse_args(argv)
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_output_flags(own)
+    output, words = own.parse_known_args(argv)
+    return output, prepare_server_args(words)
 
 
 def resolve_for_plan(args: ServerArgs) -> ServerArgs:
@@ -129,22 +148,22 @@ def _as_text(args: ServerArgs, asked: str, plans: dict[str, MemoryPlan | str]) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, 1 if the flags as given cannot work, 2 if they are wrong."""
-    namespace = build_parser().parse_args(argv)
     try:
-        args = resolve_for_plan(ServerArgs.from_cli_args(namespace))
+        output, args = read_arguments(sys.argv[1:] if argv is None else argv)
+        args = resolve_for_plan(args)
         model = ModelConfig.from_path(args.model_path)
-        device_budget(args)
-    except (ValueError, FileNotFoundError) as error:
+        memory = device_budget(args)
+        if output.plot is not None:
+            check_plot_path(output.plot)
+    except (ValueError, OSError) as error:
         print(f"sglang plan: {error}", file=sys.stderr)
         return BAD_ARGUMENTS
     asked = "lossless" if args.enable_linear_lossless_verify else "default"
     plans = plan_both(model, args)
-    print((_as_json if namespace.json else _as_text)(args, asked, plans))
-    if namespace.plot:
-        from sglang.srt.mem_cache.plan_plot import PlotError, draw
-
+    print((_as_json if output.json else _as_text)(args, asked, plans))
+    if output.plot is not None:
         try:
-            draw(model, args, device_budget(args), namespace.plot)
+            draw(model, args, memory, output.plot)
         except PlotError as error:
             print(f"sglang plan: {error}", file=sys.stderr)
             return BAD_ARGUMENTS

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.plan_inputs import (
     target_weight_size,
 )
 from sglang.srt.mem_cache.state_layout import (
+    MAX_RING_CELLS,
     UPDATE_TUPLES,
     StateLayout,
     TensorSpec,
@@ -33,6 +34,8 @@ DEFAULT_MAX_RUNNING = {"cuda": 128, "cpu": 16}
 """Used where neither the flag nor speculative decoding sets ``--max-running-requests``."""
 DEFERRED_RING_CELLS = 16
 """Least length of the tuple ring of a deferred commit; it holds two of the widest verifies at least."""
+LEAST_MAMBA_SHARE, MOST_MAMBA_SHARE = 1e-6, 1e6
+"""Range of ``--mamba-full-memory-ratio`` in which the division of a budget is exact."""
 ROW_SLACK = 4
 """Positions a request row has beyond context and draft tail."""
 
@@ -54,6 +57,7 @@ class PlanInputs:
     row_tokens: int
     track_entries: int
     ratio: int
+    context: int
 
     @property
     def verifies(self) -> bool:
@@ -106,12 +110,8 @@ def gather(
     model: ModelConfig, args: ServerArgs, memory: int, draft_config: DraftConfig | None
 ) -> PlanInputs:
     page = args.page_size
-    if page is None or "auto" in (args.device, args.dtype):
-        raise MemoryPlanError(
-            "the server arguments are not resolved: run_resolution_pipeline decides --page-size, "
-            "--device and --dtype"
-        )
     draft_tokens = args.max_speculative_num_draft_tokens()
+    _check_flags(model, args, draft_tokens)
     draft = draft_needs(model, draft_config, args, draft_tokens)
     context = args.context_length or model.max_position_embeddings
     row_tokens = -(-(context + draft.tail_tokens + ROW_SLACK) // page) * page
@@ -140,4 +140,39 @@ def gather(
             overlap=not args.disable_overlap_schedule,
         ),
         ratio=request_slot_ratio(args),
+        context=context,
     )
+
+
+def _check_flags(model: ModelConfig, args: ServerArgs, draft_tokens: int | None) -> None:
+    """Raise MemoryPlanError for values with which nothing below would make sense."""
+    if args.page_size is None or "auto" in (args.device, args.dtype):
+        raise MemoryPlanError(
+            "the server arguments are not resolved: run_resolution_pipeline decides --page-size, "
+            "--device and --dtype"
+        )
+    for kind in (LINEAR_ATTENTION, FULL_ATTENTION):
+        if kind not in model.layer_types:
+            raise MemoryPlanError(
+                f"the model has no {kind} layer among its {model.num_hidden_layers}: the plan is for "
+                "hybrid models, which have both kinds; check layer_types in config.json"
+            )
+    if args.pp_size > model.num_hidden_layers:
+        raise MemoryPlanError(
+            f"--pp-size {args.pp_size} leaves stages without a layer, the model has "
+            f"{model.num_hidden_layers}: lower it"
+        )
+    share = args.mamba_full_memory_ratio
+    if share is not None and not LEAST_MAMBA_SHARE <= share <= MOST_MAMBA_SHARE:
+        raise MemoryPlanError(
+            f"--mamba-full-memory-ratio {share:g} must lie in {LEAST_MAMBA_SHARE:g} .. "
+            f"{MOST_MAMBA_SHARE:g}: it is the state pool's bytes per byte of KV"
+        )
+    if args.enable_linear_lossless_verify and args.linear_lossless_commit == "deferred":
+        if draft_tokens is not None and 2 * draft_tokens > MAX_RING_CELLS:
+            raise MemoryPlanError(
+                f"--linear-lossless-commit deferred needs a ring of {2 * draft_tokens} cells for "
+                f"{draft_tokens} draft tokens, and a ring has at most {MAX_RING_CELLS}: lower "
+                f"--speculative-num-draft-tokens to at most {MAX_RING_CELLS // 2}, or use "
+                "--linear-lossless-commit immediate"
+            )

@@ -193,6 +193,7 @@ def _draft_config(draft: DraftConfig | None, args: ServerArgs) -> DraftConfig:
 def _block_draft_needs(
     config: ModelConfig, draft: DraftConfig, args: ServerArgs, draft_tokens: int
 ) -> DraftNeeds:
+    _check_pair(config, draft, args)
     weights = block_draft_weights(
         draft,
         target_hidden_size=config.hidden_size,
@@ -203,6 +204,27 @@ def _block_draft_needs(
     kv = KVGeometry(draft.num_hidden_layers, heads, draft.head_dim, kv_dtype(args))
     # A draft block is computed in slots beyond those of the verify.
     return DraftNeeds(weight_size(weights, dtype=args.dtype), kv, 2 * draft_tokens)
+
+
+def _check_pair(config: ModelConfig, draft: DraftConfig, args: ServerArgs) -> None:
+    """Raise MemoryPlanError for a drafter that was made for something else."""
+    given = f"--speculative-draft-model-path {args.speculative_draft_model_path}"
+    if draft.algorithm != args.speculative_algorithm:
+        raise MemoryPlanError(
+            f"--speculative-algorithm {args.speculative_algorithm}: {given} is a drafter for "
+            f"{draft.algorithm}; use that algorithm or another drafter"
+        )
+    pairs = (
+        ("vocab_size", draft.vocab_size, config.vocab_size),
+        ("hidden_size", draft.hidden_size, config.hidden_size),
+        ("num_target_layers", draft.num_target_layers, config.num_hidden_layers),
+    )
+    for key, mine, target in pairs:
+        if mine and mine != target:
+            raise MemoryPlanError(
+                f"{given}: its {key} is {mine}, the target's {target}; use a drafter made for this "
+                "target, whose embedding and head it shares"
+            )
 
 
 def stage_counts(config: ModelConfig, pp_size: int, kind: str) -> int:

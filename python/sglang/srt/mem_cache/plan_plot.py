@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang.srt.arg_groups.attention_hook import validate_linear_lossless_verify
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.mem_cache.plan_inputs import MemoryPlanError
 from sglang.srt.mem_cache.plan_types import MemoryPlan
 from sglang.srt.mem_cache.planner import make_plan
 
@@ -27,6 +27,15 @@ class PlotError(RuntimeError):
     """The picture cannot be drawn; the message says why."""
 
 
+def check_plot_path(path: str) -> None:
+    """Raise ValueError unless ``path`` names a PNG in a directory that exists."""
+    file = Path(path)
+    if file.suffix.lower() != ".png" or file.is_dir():
+        raise ValueError(f"--plot {path}: name the picture, a file that ends in .png")
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"--plot {path}: {file.parent} is no directory; create it first")
+
+
 def _with_width(args: ServerArgs, width: int) -> ServerArgs:
     steps = width - 1 if args.speculative_algorithm in ("EAGLE", "NEXTN") else 1
     return replace(args, speculative_num_draft_tokens=width, speculative_num_steps=steps)
@@ -43,15 +52,18 @@ def sweep(
     values: Iterable[int],
     vary: Callable[[ServerArgs, int], ServerArgs],
 ) -> dict[str, list[tuple[int, MemoryPlan]]]:
-    """Plans by variant for each value that has one."""
+    """Plans by variant for each value that has one; the server refuses the others."""
     points: dict[str, list[tuple[int, MemoryPlan]]] = {}
     for name, lossless in (("default", False), ("lossless", True)):
         points[name] = []
         for value in values:
             variant = replace(vary(args, value), enable_linear_lossless_verify=lossless)
+            if not lossless:
+                variant = replace(variant, linear_lossless_commit="immediate")
             try:
+                validate_linear_lossless_verify(variant)
                 plan = make_plan(model, variant, device_memory_bytes=memory)
-            except MemoryPlanError:
+            except ValueError:
                 continue
             points[name].append((value, plan))
     return points

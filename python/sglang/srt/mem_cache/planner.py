@@ -135,7 +135,7 @@ def _assemble(
     )
     charged = rows * inputs.charged_row(kind)
     freed = rows * inputs.charged_row(SNAPSHOTS) - charged
-    context = args.context_length or inputs.model.max_position_embeddings
+    context = inputs.context
     largest = min(context, tokens - inputs.draft.tail_tokens)
     return MemoryPlan(
         device=args.device,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 SNAPSHOTS = "snapshots"
 UPDATE_TUPLES = "update_tuples"
 REPLAYSSM = "replayssm"
+MAX_RING_CELLS = 64
+"""Longest tuple ring: a deferred commit marks the cells that end one in a mask of 64 bits."""
 
 
 @dataclass(frozen=True)

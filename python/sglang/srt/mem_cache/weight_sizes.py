@@ -58,6 +58,11 @@ def _shard(total: int, tp_size: int, what: str) -> int:
 def kv_heads_per_rank(num_kv_heads: int, tp_size: int) -> int:
     """KV heads on one rank; heads are replicated when there are fewer than ranks."""
     if num_kv_heads < tp_size:
+        if tp_size % num_kv_heads:
+            raise ValueError(
+                f"--tp-size {tp_size} is no multiple of the {num_kv_heads} KV heads, so that a rank "
+                "would need parts of two; choose a multiple or a divisor"
+            )
         return 1
     return _shard(num_kv_heads, tp_size, "KV heads")
 

@@ -13,6 +13,7 @@ from sglang.srt.configs.linear_state import dtype_bytes
 from sglang.srt.mem_cache.integrity import IntegrityError
 from sglang.srt.mem_cache.pool.scratch_rules import (
     check_linear_lossless_verify,
+    check_ring_cells,
     get_tensor_size_bytes,
     platform_layout,
 )
@@ -143,6 +144,7 @@ class MambaPool:
                 is_kda=cache_params.is_kda,
                 enable_linear_replayssm_spec=enable_linear_replayssm_spec,
             )
+            check_ring_cells(lossless_ring_cells, speculative_num_draft_tokens)
         self.size = size
         self.spec_state_size = spec_state_size
         self.device = device

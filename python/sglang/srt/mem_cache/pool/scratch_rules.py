@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 import sglang.srt.mem_cache.pool as pool_package
-from sglang.srt.mem_cache.state_layout import SNAPSHOTS, UPDATE_TUPLES, StateLayout
+from sglang.srt.mem_cache.state_layout import (
+    MAX_RING_CELLS,
+    SNAPSHOTS,
+    UPDATE_TUPLES,
+    StateLayout,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.configs.mamba_utils import BaseLinearStateParams
@@ -46,6 +51,17 @@ def check_linear_lossless_verify(
     if enable_linear_replayssm_spec:
         raise ValueError(
             f"{flag} and --enable-linear-replayssm-spec are two kinds of verify scratch: drop one"
+        )
+
+
+def check_ring_cells(cells: int | None, draft_tokens: int) -> None:
+    """Raise ValueError unless a tuple ring of ``cells`` can hold two verifies of ``draft_tokens``."""
+    if cells is not None and not 2 * draft_tokens <= cells <= MAX_RING_CELLS:
+        raise ValueError(
+            f"a tuple ring of {cells} cells cannot serve --linear-lossless-commit deferred with "
+            f"{draft_tokens} draft tokens: it must have {2 * draft_tokens} .. {MAX_RING_CELLS}; lower "
+            f"--speculative-num-draft-tokens to at most {MAX_RING_CELLS // 2}, or use "
+            "--linear-lossless-commit immediate"
         )
 
 
