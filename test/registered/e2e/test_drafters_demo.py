@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from sglang.bundled import resolve_model_path
 from sglang.srt.managers.tokenizer import Tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_harness import InProcessEngine
 
-register_cpu_ci(est_time=40, suite="e2e")
+register_cpu_ci(est_time=60, suite="e2e")
 
 PROMPTS = (
     "It was a fine morning, and the whole party",
@@ -42,6 +43,7 @@ CASES = {
     ),
     "ngram": ({"speculative_algorithm": "NGRAM"}, 1.2),
 }
+CHAINS = ("mtp", "dflash", "dspark")
 SIZES = {"max_running_requests": 8, "page_size": 64, "dtype": "float32"}
 NUM_NEW = 72
 
@@ -83,6 +85,35 @@ def test_text_is_plain_and_drafts_are_accepted(prompt_ids, plain, name):
     mean = sum(x.spec_accepted_tokens for x in last) / sum(x.spec_verify_ct for x in last)
     print(f"{name}: accept length {mean:.2f}")
     assert mean >= least
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_lossless_equals_default_with_real_acceptance(prompt_ids, name):
+    """F04: over 400 tokens, ids and pools after every step, with the accept lengths that drafts have;
+    half of the requests sample."""
+    engines = [
+        InProcessEngine("demo", enable_linear_lossless_verify=lossless, **SIZES, **CASES[name][0])
+        for lossless in (False, True)
+    ]
+    for engine in engines:
+        for i, ids in enumerate(prompt_ids):
+            engine.submit(
+                ids,
+                max_new_tokens=NUM_NEW,
+                ignore_eos=True,
+                temperature=0.7 * (i % 2),
+                sampling_seed=i,
+            )
+    compared = 0
+    while not all(engine.scheduler.is_idle for engine in engines):
+        for engine in engines:
+            engine.scheduler.step()
+        first, second = (engine.state_tensors() for engine in engines)
+        assert all(torch.equal(first[key], second[key]) for key in first), compared
+        compared += 1
+    rids = [f"r{i}" for i in range(len(prompt_ids))]
+    assert [engines[0].ids(r) for r in rids] == [engines[1].ids(r) for r in rids]
+    assert compared > 20 and sum(len(engines[0].ids(r)) for r in rids) >= 400
 
 
 if __name__ == "__main__":

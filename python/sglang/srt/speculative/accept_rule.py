@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -16,6 +17,8 @@ from sglang.srt.speculative.accept_math import block_accept, rejection_accept, t
 from sglang.srt.speculative.drafter import Proposal
 from sglang.srt.speculative.tree import DraftTree, walk
 from sglang.srt.speculative.uniforms import Stream, stream_uniforms
+
+_MAX_GROUP_PROBS = 1 << 26  # entries of p held at once: 256 MiB in fp32
 
 
 @dataclass
@@ -98,7 +101,7 @@ class MatchRule:
         return chain_verdict(targets, accept_matching_prefix(rows.candidates, targets))
 
 
-class _ChainRule:
+class _ChainRule(ABC):
     """Shared part of the rules over distributions: greedy requests match, the others draw."""
 
     wants_probs = False
@@ -107,39 +110,47 @@ class _ChainRule:
         batch = rows.sampling_batch()
         if batch.all_greedy or rows.width == 1:
             return MatchRule().accept(rows)
-        shape, device = rows.candidates.shape, rows.logits.device
-        drawing = [r for r, state in enumerate(rows.states) if not state.is_greedy]
-        index = torch.tensor(drawing, device=device)
-        targets = torch.argmax(rows.logits, dim=-1).view(shape)
+        targets = torch.argmax(rows.logits, dim=-1).view(rows.candidates.shape)
         correct = accept_matching_prefix(rows.candidates, targets)
-        own_rows = (
-            index.unsqueeze(1) * rows.width + torch.arange(rows.width, device=device)
-        ).flatten()
-        p = target_probs(
-            rows.logits[own_rows],
-            batch.rows(own_rows),
-            is_filtered=any(_is_filtered(rows.states[r]) for r in drawing),
-        ).view(len(drawing), rows.width, -1)
+        drawing = [r for r, state in enumerate(rows.states) if not state.is_greedy]
+        group = max(1, _MAX_GROUP_PROBS // (rows.width * rows.logits.shape[-1]))
+        for start in range(0, len(drawing), group):
+            self._draw(rows, batch, drawing[start : start + group], targets, correct)
+        return chain_verdict(targets, correct)
+
+    def _draw(
+        self,
+        rows: VerifyRows,
+        batch: SamplingBatch,
+        requests: list[int],
+        targets: Tensor,
+        correct: Tensor,
+    ) -> None:
+        """Decide some of the requests that sample; writes their rows of ``targets`` and ``correct``."""
+        device, width = rows.logits.device, rows.width
+        index = torch.tensor(requests, device=device)
+        own = (index.unsqueeze(1) * width + torch.arange(width, device=device)).flatten()
+        is_filtered = any(_is_filtered(rows.states[r]) for r in requests)
+        p = target_probs(rows.logits[own], batch.rows(own), is_filtered=is_filtered)
         q = rows.proposal.probs
-        states = [rows.states[r] for r in drawing]
-        starts = [rows.positions[r] - 1 for r in drawing]
+        states = [rows.states[r] for r in requests]
+        starts = [rows.positions[r] - 1 for r in requests]
         own_correct, following = self.decide(
             rows.candidates[index],
-            p,
+            p.view(len(requests), width, -1),
             None if q is None else q[index],
-            stream_uniforms(states, starts, rows.width - 1, Stream.ACCEPT, device),
+            stream_uniforms(states, starts, width - 1, Stream.ACCEPT, device),
             stream_uniforms(states, starts, 1, Stream.FINAL, device)[:, 0],
         )
         chosen = torch.cat([rows.candidates[index, 1:], following.unsqueeze(1)], dim=1)
-        chosen[torch.arange(len(drawing), device=device), own_correct] = following
+        chosen[torch.arange(len(requests), device=device), own_correct] = following
         targets[index], correct[index] = chosen, own_correct
-        return chain_verdict(targets, correct)
 
+    @abstractmethod
     def decide(
         self, candidates: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, final: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(num_correct [n], next_token [n]) of the requests that sample."""
-        raise TypeError(f"{type(self).__name__} decides nothing")
+        """(num_correct [n], next_token [n]) of n requests that sample; arguments as in accept_math."""
 
 
 class RejectionRule(_ChainRule):
