@@ -27,17 +27,22 @@ static inline vf gate_of(vf z, bool sigmoid) { return sigmoid ? vsigmoid(z) : vs
 static inline void gated_norm(float* o, const float* z, const float* w, float eps, int n,
                               bool sigmoid) {
   rmsnorm(o, w, 0.0f, eps, n, o);
-  for (int i = 0; i < n; i += kLanes) {
-    const int count = n - i < kLanes ? n - i : kLanes;
-    store_part(o + i, load_part(o + i, count) * gate_of(load_part(z + i, count), sigmoid), count);
+  const int whole = n / kLanes * kLanes, rest = n - whole;
+  for (int i = 0; i < whole; i += kLanes)
+    store(o + i, load(o + i) * gate_of(load(z + i), sigmoid));
+  if (rest > 0) {
+    const vf gated = load_part(o + whole, rest) * gate_of(load_part(z + whole, rest), sigmoid);
+    store_part(o + whole, gated, rest);
   }
 }
 
 // out = silu(gate) * up
 static inline void silu_mul(const float* gate, const float* up, int n, float* out) {
-  for (int i = 0; i < n; i += kLanes) {
-    const int count = n - i < kLanes ? n - i : kLanes;
-    store_part(out + i, vsilu(load_part(gate + i, count)) * load_part(up + i, count), count);
+  const int whole = n / kLanes * kLanes, rest = n - whole;
+  for (int i = 0; i < whole; i += kLanes) store(out + i, vsilu(load(gate + i)) * load(up + i));
+  if (rest > 0) {
+    const vf value = vsilu(load_part(gate + whole, rest)) * load_part(up + whole, rest);
+    store_part(out + whole, value, rest);
   }
 }
 

@@ -124,9 +124,11 @@ static inline float hsum(vf v) {
 }
 
 static inline float hmax(vf v) {
-  float m = lane(v, 0);
-  for (int i = 1; i < kLanes; ++i) m = lane(v, i) > m ? lane(v, i) : m;
-  return m;
+  float x[kLanes];
+  store(x, v);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+  return x[0];
 }
 
 // Lane i of the result is the sum over the lanes of a[i]: butterflies, a fixed order per lane.
