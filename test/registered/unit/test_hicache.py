@@ -5,13 +5,12 @@ read, a damaged or foreign file taken for good, copies that lose bits of any dty
 """
 
 import dataclasses
-import os
 
 import numpy as np
 import pytest
 import torch
 
-from sglang.srt.mem_cache.hicache import host_store
+from sglang.srt.mem_cache.hicache import build, host_store
 from sglang.srt.mem_cache.hicache.blob_io import BlobIO
 from sglang.srt.mem_cache.hicache.file_store import FileStore
 from sglang.srt.mem_cache.hicache.host_store import HostStore
@@ -297,37 +296,45 @@ def test_rows_survive_any_chunking(monkeypatch, chunk_bytes):
         store.check_integrity()
 
 
-def test_file_store_survives_a_full_disk(tmp_path, monkeypatch):
-    store = FileStore(tmp_path / "x", 4)
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    store.put(b"a" * 16, b"1234")
-    store.drain()
-    assert store.get(b"a" * 16) is None and not list(tmp_path.rglob("*.part"))
-    store.close()
-
-
-def test_leftovers_of_a_killed_server_are_removed(tmp_path):
-    old, fresh, row = (tmp_path / name for name in ("a.part", "b.part", f"{'0' * 32}.row"))
-    for path in (old, fresh, row):
-        path.write_bytes(b"x")
-    os.utime(old, (0, 0))
-    store = FileStore(tmp_path, 4)
-    assert sorted(tmp_path.iterdir()) == sorted([fresh, row]) and len(store) == 1
-    store.close()
-
-
 def test_sizes_and_refusals(tmp_path):
     given = {"page_bytes": 100, "state_bytes": 1000, "num_device_pages": 50, "num_device_states": 5}
+    given["host_bytes"] = 10**6
     assert HostTierSize.resolve(**given, ratio=2.0, size_gb=0) == HostTierSize(100, 10)
     assert HostTierSize.resolve(**given, ratio=2.0, size_gb=2e-5) == HostTierSize(100, 10)
-    with pytest.raises(ValueError, match="--hicache-size 1e-06"):
+    with pytest.raises(ValueError, match="--hicache-size 1e-06 .* raise it to at least 2.01e-06"):
         HostTierSize.resolve(**given, ratio=2.0, size_gb=1e-6)
-    with pytest.raises(ValueError, match="--hicache-ratio 0.1"):
+    with pytest.raises(ValueError, match="--hicache-ratio 0.1 .* raise it to at least 0.2"):
         HostTierSize.resolve(**given, ratio=0.1, size_gb=0)
+    assert HostTierSize.resolve(**given, ratio=0.2, size_gb=0) == HostTierSize(10, 1)
+    assert HostTierSize.resolve(**given, ratio=9, size_gb=2.01e-6) == HostTierSize(10, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked", "lower"),
+    [
+        ({"ratio": 200.0, "size_gb": 0.0}, "--hicache-ratio 200", "at most 100"),
+        ({"ratio": 1e300, "size_gb": 0.0}, "--hicache-ratio 1e", "at most 100"),
+        ({"ratio": 2.0, "size_gb": 0.002}, "--hicache-size 0.002", "at most 0.001"),
+        ({"ratio": 2.0, "size_gb": 1e308}, "--hicache-size 1e", "at most 0.001"),
+    ],
+)
+def test_a_tier_beyond_the_host_is_refused(flags, asked, lower):
+    """Catches an allocation that the system kills, or an overflow, instead of a sentence."""
+    given = {"page_bytes": 100, "state_bytes": 1000, "num_device_pages": 50, "num_device_states": 5}
+    with pytest.raises(ValueError) as caught:
+        HostTierSize.resolve(**given, **flags, host_bytes=10**6)
+    text = str(caught.value)
+    assert asked in text and lower in text and "are available" in text
+
+
+def test_the_tier_is_measured_against_the_host(monkeypatch):
+    """Pools of a CPU server are in the same memory and count as taken."""
+    monkeypatch.setattr(build, "available_host_memory", lambda: 20_000)
+    with pytest.raises(ValueError, match="--hicache-ratio 8 needs .* lower it to at most"):
+        MemoryRig(SMALL)
+
+
+def test_refusals_of_policy_and_directory(tmp_path):
     with pytest.raises(ValueError, match="--hicache-write-policy"):
         MemoryRig(dataclasses.replace(SMALL, write_policy="sometimes"))
     (tmp_path / "file").write_text("")

@@ -37,10 +37,12 @@ def _checked(gib: float) -> int:
 
 
 def default_host_budget() -> int:
-    """Bytes that a CPU server plans with: half of the memory available on this host now.
+    """Bytes that a CPU server plans with: half of the memory available on this host now."""
+    return int(available_host_memory() * CPU_MEMORY_SHARE)
 
-    A container's limit counts where there is one.
-    """
+
+def available_host_memory() -> int:
+    """Bytes available on this host now; a container's limit counts where there is one."""
     available = _meminfo("MemAvailable")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit_file:
@@ -51,7 +53,7 @@ def default_host_budget() -> int:
         limit, used = "max", 0
     if limit.isdigit():
         available = min(available, max(0, int(limit) - used))
-    return int(available * CPU_MEMORY_SHARE)
+    return available
 
 
 def _meminfo(key: str) -> int:

@@ -7,7 +7,8 @@ therefore never be paired with other tokens, whatever happened to the tree meanw
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -18,6 +19,7 @@ from sglang.srt.mem_cache.hicache.blob_io import BlobIO
 from sglang.srt.mem_cache.hicache.file_store import FileStore
 from sglang.srt.mem_cache.hicache.tier import SecuredItems, Tier
 from sglang.srt.mem_cache.integrity import IntegrityError
+from sglang.srt.mem_cache.plan_table import human_bytes
 from sglang.srt.mem_cache.radix.node import TOKEN_BYTES, TreeNode
 from sglang.srt.mem_cache.radix_cache import MatchResult, RadixCache
 
@@ -45,22 +47,41 @@ class HostTierSize:
         num_device_states: int,
         ratio: float,
         size_gb: float,
+        host_bytes: int,
     ) -> HostTierSize:
         """Both kinds in the proportion of the device's pools.
 
-        ``size_gb`` (10**9 bytes) wins over ``ratio`` when above 0. Raises: ValueError naming the flag
-        when not even one page and one state fit.
+        ``size_gb`` (10**9 bytes) wins over ``ratio`` when above 0; ``host_bytes`` are available for
+        the tier. Raises: ValueError naming the flag, the bytes and the direction when not even one
+        page and one state fit, or when the host has too little memory.
         """
         device_bytes = page_bytes * num_device_pages + state_bytes * num_device_states
-        scale = size_gb * 1e9 / device_bytes if size_gb > 0 else ratio
+        unit = device_bytes / 1e9 if size_gb > 0 else 1.0  # of the flag, per multiple of the pools
+        scale = (size_gb if size_gb > 0 else ratio) / unit
+        flag = f"--hicache-size {size_gb:g}" if size_gb > 0 else f"--hicache-ratio {ratio:g}"
+        if scale * device_bytes > host_bytes:
+            raise ValueError(
+                f"{flag} needs {human_bytes(scale * device_bytes)} of host memory, "
+                f"{human_bytes(host_bytes)} are available: lower it to at most "
+                f"{_rounded(host_bytes / device_bytes * unit, math.floor)}"
+            )
         size = HostTierSize(int(num_device_pages * scale), int(num_device_states * scale))
         if size.num_pages < 1 or (num_device_states and size.num_states < 1):
-            flag = f"--hicache-size {size_gb:g}" if size_gb > 0 else f"--hicache-ratio {ratio:g}"
+            counts = [count for count in (num_device_pages, num_device_states) if count]
             raise ValueError(
                 f"{flag} holds no page of {page_bytes} bytes with a state of {state_bytes} bytes; "
-                f"the device's pools are {device_bytes} bytes, raise it"
+                f"the device's pools are {device_bytes} bytes, in proportion to which it is divided: "
+                f"raise it to at least {_rounded(unit / min(counts), math.ceil)}"
             )
         return size
+
+
+def _rounded(value: float, rounding: Callable[[float], int]) -> str:
+    """Three significant digits, with ``math.floor`` never above ``value``, with ``math.ceil`` never below."""
+    if value <= 0:
+        return "0"
+    digits = 2 - math.floor(math.log10(value))
+    return f"{rounding(value * 10.0**digits) / 10.0**digits:g}"
 
 
 @dataclass(frozen=True)

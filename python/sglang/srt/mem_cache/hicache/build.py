@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sglang.srt.mem_cache.device_memory import available_host_memory
 from sglang.srt.mem_cache.hicache.blob_io import BlobIO
 from sglang.srt.mem_cache.hierarchical_cache import (
     FileTier,
@@ -63,6 +64,7 @@ def build_host_tier(
         num_device_states=mamba_pool.size if mamba_pool is not None else 0,
         ratio=settings.ratio,
         size_gb=settings.size_gb,
+        host_bytes=_host_bytes(kv_pools, mamba_pool),
     )
     layout = {
         "pages": page_io.describe(),
@@ -86,3 +88,13 @@ def build_host_tier(
         write_policy=settings.write_policy,
         files=files,
     )
+
+
+def _host_bytes(kv_pools: Sequence[MHATokenToKVPool], mamba_pool: MambaPool | None) -> int:
+    """Host memory left for the tier. Pools of a CPU server live there too, and fill up later."""
+    available = available_host_memory()
+    if kv_pools[0].get_key_buffer(0).device.type != "cpu":
+        return available
+    held = sum(pool.get_kv_size_bytes() for pool in kv_pools)
+    held += mamba_pool.get_kv_size_bytes() if mamba_pool is not None else 0
+    return max(0, available - held)

@@ -52,6 +52,8 @@ class Tier:
         for digest in digests:
             if digest not in rows:
                 self.store.pin(digest)
+        if self._files is not None:
+            self._files.touch(digests)
         return SecuredItems(digests, rows)
 
     def load(self, items: SecuredItems, slots: np.ndarray) -> None:
