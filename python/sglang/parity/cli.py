@@ -23,6 +23,7 @@ from sglang.parity.report import (
 from sglang.parity.runner import Job, run_pair, running, started
 from sglang.parity.servers import LAUNCHER
 from sglang.parity.workloads import WORKLOADS, Sizes
+from sglang.srt.arg_groups.basic_hook import detect_device
 from sglang.version import __version__
 
 LOSSLESS = "--enable-linear-lossless-verify"
@@ -80,6 +81,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=",".join(WORKLOADS),
         help=f"comma-separated, of {', '.join(WORKLOADS)} (default: all)",
     )
+    add(
+        "--together",
+        action="store_true",
+        help="run both servers at the same time, where there is room for both (default for demo "
+        "on a CPU)",
+    )
     add("--short", action="store_true", help="fewer prompts and tokens; for quick tests")
     add("--json", metavar="FILE", help="write the report as JSON")
     add("--html", metavar="FILE", help="write the report as a page")
@@ -131,7 +138,14 @@ def _job(args: argparse.Namespace, server_flags: list[str]) -> Job:
         sizes=Sizes.short() if args.short else Sizes(),
         expect_resume=not args.attach and NO_CACHE not in server_flags,
         expect_lossless=not args.attach,
+        together=args.together or _is_small(args, server_flags),
     )
+
+
+def _is_small(args: argparse.Namespace, server_flags: list[str]) -> bool:
+    """Whether both servers surely fit this machine at once."""
+    on_cpu = "cpu" in server_flags or detect_device() == "cpu"
+    return args.model_path == "demo" and on_cpu
 
 
 def _check_writable(args: argparse.Namespace) -> None:

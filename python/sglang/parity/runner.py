@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from sglang.parity.client import Client, NativeClient, ServerFacts
@@ -25,12 +26,14 @@ class Job:
     expect_resume    a second turn must report cached tokens, else it proves nothing
     expect_lossless  the left server rolls back by snapshots, the right one by update tuples; both
                      must have verified drafts and told digests of their states
+    together         run both servers at the same time; else one device need not hold both
     """
 
     workloads: Sequence[str]
     sizes: Sizes
     expect_resume: bool = True
     expect_lossless: bool = True
+    together: bool = False
 
 
 @dataclass
@@ -72,28 +75,51 @@ def running(make: Callable[[], Client]) -> Open:
 
 
 def run_pair(label: str, opens: dict[str, Open], job: Job) -> AlgorithmReport:
-    """Compare two servers, one after the other: a device need not hold both at once.
+    """Compare two servers.
 
     ``opens``  the two sides by name, left first
     Raises: ServerError if a server cannot be started or asked.
     """
     report = AlgorithmReport(label)
     sides: list[Side] = []
-    for name, opened in opens.items():
-        say(f"{label}: {name}")
-        with opened() as client:
-            side = Side(name, client.facts())
-            for number in range(1, NUM_RUNS + 1):
-                side.runs.append(_run_all(client, job, f"{label}, {name}, run {number}"))
-            report.within[name] = compare_runs(side.runs[0], side.runs[1], client)
-            if sides:
-                report.across = compare_runs(sides[0].runs[0], side.runs[0], client)
-        report.facts[name] = side.facts
-        sides.append(side)
+    with ExitStack() as stack:
+        if job.together:
+            with ThreadPoolExecutor(len(opens)) as pool:
+                starts = [pool.submit(stack.enter_context, opened()) for opened in opens.values()]
+                clients = [start.result() for start in starts]
+                runs = [
+                    pool.submit(_observe, client, job, f"{label}, {name}", name)
+                    for name, client in zip(opens, clients, strict=True)
+                ]
+                observed = [run.result() for run in runs]
+            for side, client in zip(observed, clients, strict=True):
+                _compare(report, sides, side, client)
+        else:
+            for name, opened in opens.items():
+                with opened() as client:
+                    side = _observe(client, job, f"{label}, {name}", name)
+                    _compare(report, sides, side, client)
     lengths = [c.accept_length for c in sides[-1].completions() if c.accept_length]
     report.accept_length = sum(lengths) / len(lengths) if lengths else None
     report.problems = _problems(sides, report, job)
     return report
+
+
+def _observe(client: Client, job: Job, label: str, name: str) -> Side:
+    """Run everything on one server."""
+    side = Side(name, client.facts())
+    for number in range(1, NUM_RUNS + 1):
+        side.runs.append(_run_all(client, job, f"{label}, run {number}"))
+    return side
+
+
+def _compare(report: AlgorithmReport, earlier: list[Side], side: Side, client: Client) -> None:
+    """Compare a side with itself and with the one before it; its server still runs."""
+    report.facts[side.name] = side.facts
+    report.within[side.name] = compare_runs(side.runs[0], side.runs[1], client)
+    if earlier:
+        report.across = compare_runs(earlier[0].runs[0], side.runs[0], client)
+    earlier.append(side)
 
 
 def _run_all(client: Client, job: Job, label: str) -> dict[str, Outcome]:

@@ -8,6 +8,7 @@ command line that swallows what it cannot do.
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from sglang.parity.cli import main
-from sglang.parity.client import Completion, OpenAIClient, ServerFacts, _token_at
+from sglang.parity.client import Completion, OpenAIClient, ServerError, ServerFacts, _token_at
 from sglang.parity.compare import compare, first_difference
 from sglang.parity.report import (
     DIFFERENT,
@@ -101,6 +102,27 @@ def stub_pair(job=JOB, left_change=None, right_change=None, **right):
     return run_pair("NEXTN", opens, job), clients
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_server_that_cannot_start_ends_the_comparison_and_the_other(together):
+    closed = []
+
+    @contextmanager
+    def left():
+        try:
+            yield StubClient(lossless=False)
+        finally:
+            closed.append("left")
+
+    @contextmanager
+    def right():
+        raise ServerError("no room")
+        yield
+
+    with pytest.raises(ServerError, match="no room"):
+        run_pair("NEXTN", {"default": left, "lossless": right}, replace(JOB, together=together))
+    assert closed == ["left"]
+
+
 def completion(output, digest=None):
     return Completion(text="", output=output, digest=digest)
 
@@ -135,8 +157,9 @@ def test_different_workloads_are_refused():
         compare(Outcome([completion([1])], ["single"]), Outcome(), None)
 
 
-def test_everything_equal():
-    report, clients = stub_pair()
+@pytest.mark.parametrize("together", [False, True])
+def test_everything_equal(together):
+    report, clients = stub_pair(replace(JOB, together=together))
     assert report.verdict == EQUAL
     assert not list(report.sentences())
     assert [g.ratio for g in report.across.values()] == ["2/2", "1/1", "1/1", "2/2"]
