@@ -13,9 +13,10 @@ OWN_ENV := $(filter $(VENV)/bin/python,$(PY))
 RUN_ENV := $(if $(OWN_ENV),$(VENV)/.ready-run)
 TEST_ENV := $(if $(OWN_ENV),$(VENV)/.ready-test)
 DEV_ENV := $(if $(OWN_ENV),$(VENV)/.ready-dev)
+DOCS_ENV := $(if $(OWN_ENV),$(VENV)/.ready-docs)
 PIP_INSTALL = $(VENV)/bin/python -m pip install -qq --constraint scripts/constraints.txt
 
-.PHONY: help demo test test-long test-cuda test-amd check format lint types gates unit args-doc clean
+.PHONY: help demo test test-long test-cuda test-amd check format lint types gates unit args-doc docs docs-drawings parity clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -57,6 +58,17 @@ unit: $(TEST_ENV) ## unit tests alone
 args-doc: $(RUN_ENV) ## write the documentation of the server arguments again
 	@$(PY) scripts/generate_server_arguments.py
 
+docs: $(DOCS_ENV) ## check the documentation and build it as a site in site/
+	@$(PY) scripts/docs_drawings.py --check
+	@$(PY) scripts/docs_check.py
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+docs-drawings: $(RUN_ENV) ## write the documentation's pictures and tables of figures again
+	@$(PY) scripts/docs_drawings.py
+
+parity: $(RUN_ENV) ## prove on this machine that lossless verify changes nothing
+	@$(PY) -m sglang.parity --model-path demo --algorithms NEXTN,DFLASH,DSPARK
+
 clean: ## remove the environment and what the tools left
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
 
@@ -80,4 +92,9 @@ $(VENV)/.ready-test: $(VENV)/.ready-torch pyproject.toml scripts/constraints.txt
 $(VENV)/.ready-dev: $(VENV)/.ready-test
 	@echo "installing the development tools (once)"
 	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready-test
+	@echo "installing the documentation tools (once)"
+	@$(PIP_INSTALL) --editable '.[docs]'
 	@touch $@

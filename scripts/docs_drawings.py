@@ -1,98 +1,26 @@
-"""Draw the pictures of the documentation, as SVG that follows the reader's light or dark setting.
+"""Draw the pictures of the documentation and fill in its tables of figures.
 
-    python scripts/docs_drawings.py            write docs/images/*.svg
-    python scripts/docs_drawings.py --check    fail if a picture is not what would be drawn
+    python scripts/docs_drawings.py            write docs/images/*.svg and the tables in docs/benchmarks.md
+    python scripts/docs_drawings.py --check    fail if a file is not what would be written
 
-The bytes in the memory picture come from the planner, for a published configuration.
+Bytes come from the planner, times from files that benchmarks wrote.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import html
-import io
-import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
+FIGURES = ROOT / "docs" / "benchmarks.md"
 sys.path.insert(0, str(ROOT / "python"))
+sys.path.insert(0, str(ROOT / "scripts"))
 
-STYLE = """
-text{font:14px system-ui,sans-serif;fill:#1f2430}
-.small{font-size:12px}.bold{font-weight:600}.mid{text-anchor:middle}.end{text-anchor:end}
-.box{fill:#eef1f8;stroke:#5b6b95}.state{fill:#c9d6f5;stroke:#3a53a4}.new{fill:#cdeccf;stroke:#2f7d3a}
-.scratch{fill:#f6d5c3;stroke:#b0562b}.off{fill:none;stroke:#9aa3b5;stroke-dasharray:4 3}
-.line{stroke:#3d465c;stroke-width:1.5;fill:none}.tip{fill:#3d465c}
-@media (prefers-color-scheme:dark){text{fill:#e6e9f2}
-.box{fill:#2a3042;stroke:#8b9ac6}.state{fill:#2d3f74;stroke:#8ea6ee}.new{fill:#23482a;stroke:#7fc68a}
-.scratch{fill:#5d3620;stroke:#e39a6f}.off{stroke:#737d92}.line{stroke:#c3cade}.tip{fill:#c3cade}}
-""".replace("\n", "")
-
-PLAN = (
-    *("--model-path", "test/registered/unit/model_configs/Qwen3.6-35B-A3B-FP8.json"),
-    *("--device-memory-gb", "80", "--mem-fraction-static", "0.8", "--kv-cache-dtype", "bf16"),
-    *("--page-size", "64", "--max-running-requests", "25", "--max-mamba-cache-size", "150"),
-    *("--speculative-algorithm", "NEXTN", "--json"),
-)
-"""The configuration of docs/capacity_planning.md."""
-
-
-@dataclass
-class Drawing:
-    """An SVG of a given size in pixels; coordinates grow to the right and down."""
-
-    width: int
-    height: int
-    title: str
-    parts: list[str] = field(default_factory=list)
-
-    def box(self, x: float, y: float, w: float, h: float, kind: str = "box") -> None:
-        self.parts.append(
-            f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="4"/>'
-        )
-
-    def text(self, x: float, y: float, words: str, kind: str = "") -> None:
-        name = f' class="{kind}"' if kind else ""
-        self.parts.append(f'<text{name} x="{x:g}" y="{y:g}">{html.escape(words)}</text>')
-
-    def labelled(
-        self, x: float, y: float, w: float, h: float, words: str, kind: str = "box"
-    ) -> None:
-        """A box with its text in the middle; lines are divided by `|`."""
-        self.box(x, y, w, h, kind)
-        lines = words.split("|")
-        for i, line in enumerate(lines):
-            at = y + h / 2 + 5 + 16 * (i - (len(lines) - 1) / 2)
-            self.text(x + w / 2, at, line, "mid" if i == 0 else "mid small")
-
-    def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
-        """A straight arrow, level or upright."""
-        dx, dy = (x2 > x1) - (x2 < x1), (y2 > y1) - (y2 < y1)
-        self.parts.append(
-            f'<path class="line" d="M{x1:g} {y1:g}L{x2 - 6 * dx:g} {y2 - 6 * dy:g}"/>'
-        )
-        a = f"{x2 - 8 * dx - 4 * dy:g},{y2 - 8 * dy - 4 * dx:g}"
-        b = f"{x2 - 8 * dx + 4 * dy:g},{y2 - 8 * dy + 4 * dx:g}"
-        self.parts.append(f'<polygon class="tip" points="{x2:g},{y2:g} {a} {b}"/>')
-
-    def line(self, x1: float, y1: float, x2: float, y2: float) -> None:
-        self.parts.append(f'<path class="line" d="M{x1:g} {y1:g}L{x2:g} {y2:g}"/>')
-
-    def render(self) -> str:
-        """The file's text."""
-        title = html.escape(self.title)
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
-            f'width="{self.width}" height="{self.height}" role="img" aria-label="{title}">'
-        )
-        return "\n".join(
-            [head, f"<title>{title}</title>", f"<style>{STYLE}</style>", *self.parts, "</svg>\n"]
-        )
+from docs_charts import memory, verify_time, with_tables  # noqa: E402
+from docs_svg import Drawing  # noqa: E402
 
 
 def rollback() -> Drawing:
@@ -219,74 +147,36 @@ def request_path() -> Drawing:
     return d
 
 
-def planned() -> dict[str, dict]:
-    """The planner's figures of both plans."""
-    from sglang.srt.mem_cache import plan_cli
-
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.chdir(ROOT):
-        status = plan_cli.main(list(PLAN))
-    if status:
-        raise RuntimeError(f"the planner refused the configuration of the picture ({status})")
-    plans: dict[str, dict] = json.loads(out.getvalue())["plans"]
-    return plans
-
-
-def memory() -> Drawing:
-    """What becomes of 64 GiB with and without the flag."""
-    d = Drawing(760, 196, "Memory of Qwen3.6-35B-A3B-FP8 in 64 GiB, default and lossless verify")
-    d.text(
-        10, 22, "Qwen3.6-35B-A3B-FP8, 25 requests, MTP drafts, 64 GiB for weights and pools", "bold"
-    )
-    gib = 1 << 30
-    for y, (name, plan) in zip((44, 128), planned().items(), strict=True):
-        scratch = plan["verify_scratch_bytes"] / gib
-        states = plan["state_slot_bytes"] * (plan["max_mamba_cache_size"] + 1) / gib
-        price = plan["kv_bytes_per_token"] + plan["draft_kv_bytes_per_token"]
-        kv = plan["max_total_num_tokens"] * price / gib
-        weights = (plan["weight_bytes"] + plan["draft_weight_bytes"]) / gib
-        scale = 640 / (plan["static_bytes"] / gib)
-        d.text(100, y + 24, name, "end")
-        x = 110.0
-        for words, size, kind in (
-            ("weights", weights, "box"),
-            ("states", states, "state"),
-            ("scratch", scratch, "scratch"),
-            ("KV", kv, "new"),
-        ):
-            d.box(x, y, size * scale, 38, kind)
-            if size * scale > 70:
-                d.text(x + size * scale / 2, y + 24, f"{words} {size:.1f}", "mid small")
-            x += size * scale
-        tokens = f"{plan['max_total_num_tokens']:,} tokens of context"
-        d.text(750, y + 58, f"verify scratch {scratch:.2f} GiB; {tokens}", "end")
-    return d
-
-
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "rollback": rollback,
     "commit_order": commit_order,
     "resume": resume,
     "request_path": request_path,
     "memory": memory,
+    "verify_time": verify_time,
 }
+
+
+def contents() -> dict[Path, str]:
+    """Every file that this script writes."""
+    files = {IMAGES / f"{name}.svg": draw().render() for name, draw in DRAWINGS.items()}
+    files[FIGURES] = with_tables(FIGURES.read_text(encoding="utf-8"))
+    return files
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     args = parser.parse_args()
-    IMAGES.mkdir(parents=True, exist_ok=True)
-    stale = []
-    for name, draw in DRAWINGS.items():
-        path, text = IMAGES / f"{name}.svg", draw().render()
+    stale = 0
+    for path, text in contents().items():
         if not args.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         elif not path.is_file() or path.read_text(encoding="utf-8") != text:
-            stale.append(str(path.relative_to(ROOT)))
-    for path_name in stale:
-        print(f"{path_name} is out of date; run `make docs-drawings`")
-    return 1 if stale else 0
+            print(f"{path.relative_to(ROOT)} is out of date; run `make docs-drawings`")
+            stale = 1
+    return stale
 
 
 if __name__ == "__main__":
