@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sglang.srt.arg_groups.fields.exec_ import DeterministicFields, KernelFields, MambaFields
     from sglang.srt.arg_groups.fields.memory import MemoryFields
     from sglang.srt.arg_groups.fields.parallel import ParallelFields
+    from sglang.srt.arg_groups.fields.speculative import SpeculativeFields
     from sglang.srt.server_args import ServerArgs
 
 
@@ -26,6 +27,37 @@ class ExecArgs:
         self.mamba: MambaFields = server_args
         self.kernels: KernelFields = server_args
         self.deterministic: DeterministicFields = server_args
+
+
+class ArgsOverride:
+    """Arguments replaced between `install` and `restore`, or inside a `with`; for tests.
+
+    What is written into the context meanwhile is undone too.
+    """
+
+    def __init__(self, context: RuntimeContext, values: dict[str, Any]) -> None:
+        self._context = context
+        self._values = values
+        self._former: ServerArgs | None = None
+
+    def install(self) -> ServerArgs:
+        """Replace the arguments; without published ones, those of a server without a model."""
+        from sglang.srt.server_args import ServerArgs
+
+        self._former = self._context._server_args
+        base = self._former if self._former is not None else ServerArgs(model_path="none")
+        self._context._server_args = replace(base, **self._values)
+        return self._context._server_args
+
+    def restore(self) -> None:
+        """Bring the former arguments back."""
+        self._context._server_args = self._former
+
+    def __enter__(self) -> ServerArgs:
+        return self.install()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.restore()
 
 
 class RuntimeContext:
@@ -55,6 +87,10 @@ class RuntimeContext:
         finally:
             self._server_args = former
 
+    def override_server_args(self, **values: Any) -> ArgsOverride:
+        """`override` that works before anything was published and has explicit ends."""
+        return ArgsOverride(self, values)
+
 
 _context = RuntimeContext()
 
@@ -81,6 +117,16 @@ def get_exec() -> ExecArgs:
 
 def get_memory() -> MemoryFields:
     """Arguments about pools and the prefix cache."""
+    return _context.server_args
+
+
+def get_schedule() -> ServerArgs:
+    """Arguments about scheduling, and the number of state slots that the sizing has settled on."""
+    return _context.server_args
+
+
+def get_spec() -> SpeculativeFields:
+    """Arguments about speculation."""
     return _context.server_args
 
 

@@ -128,6 +128,8 @@ def handle(rest_gib, *, speculative=True, lossless=False, mode="null", dp=1, pp=
     override = Mock()
     with (
         patch.object(kvc, "get_server_args", return_value=record),
+        patch.object(kvc, "get_schedule", return_value=record),
+        patch.object(kvc, "get_spec", return_value=record),
         patch.object(kvc, "get_exec", return_value=SimpleNamespace(mamba=record)),
         patch.object(kvc, "get_disagg", return_value=record),
         patch.object(kvc, "get_context", return_value=SimpleNamespace(override=override)),
@@ -235,6 +237,44 @@ def test_no_slot_is_an_error_with_advice():
         handle(0.2)
     with pytest.raises(RuntimeError, match="0.00 GiB are left"):
         handle(-3.0)
+    with pytest.raises(RuntimeError, match="lower --speculative-num-draft-tokens 4"):
+        handle(0.2)
+    with pytest.raises(RuntimeError, match="--mamba-full-memory-ratio 0.9$"):
+        handle(0.05, speculative=False)
+
+
+def test_sizing_reads_and_writes_the_runtime_context():
+    """The customary way to call it: scoped arguments, a bare namespace, the result by accessor.
+
+    Catches accessors that exist only in the configurator, a share left at its default (None), and
+    fields of the model that are read although one stage needs none of them.
+    """
+    from sglang.srt.runtime_context import get_context, get_schedule
+
+    bare = SimpleNamespace(
+        mambaish_config=SimpleNamespace(
+            mamba2_cache_params=SimpleNamespace(mamba_cache_per_req=1 << 20)
+        ),
+        pp_size=1,
+        attn_dp_size=1,
+        model_config=SimpleNamespace(hf_config=None),
+        spec_algorithm=SimpleNamespace(is_none=lambda: True),
+        _calculate_mamba_ratio=lambda: 3,
+    )
+    handled = kvc.KVCacheConfigurator._handle_max_mamba_cache
+    context = get_context()
+    former = context._server_args
+    for share, slots in ((None, 4 * 1024 * 9 // 19 - 1), (1.0, 2047)):
+        with context.override_server_args(mamba_full_memory_ratio=share):
+            rest = handled(bare, 4.0)
+            assert get_schedule().max_mamba_cache_size == slots
+            assert rest == 4 - (slots + 1) / 1024
+        assert context._server_args is former
+    installed = context.override_server_args(max_mamba_cache_size=20)
+    installed.install()
+    assert handled(bare, 4.0) == 4 - 21 / 1024 and get_schedule().max_mamba_cache_size == 20
+    installed.restore()
+    assert context._server_args is former
 
 
 def test_the_size_outlives_the_call_in_the_runtime_context():

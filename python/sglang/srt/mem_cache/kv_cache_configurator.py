@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.pool import spec_intermediate_bytes_per_req
 from sglang.srt.mem_cache.state_sizing import (
+    DEFAULT_MAMBA_SHARE,
     GIB,
     StateCosts,
     StateRequest,
@@ -16,20 +17,14 @@ from sglang.srt.mem_cache.state_sizing import (
     solve,
 )
 from sglang.srt.mem_cache.weight_sizes import layer_ranges
-from sglang.srt.runtime_context import get_context, get_disagg, get_exec, get_server_args
-
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
-
-
-def get_schedule() -> ServerArgs:
-    """Arguments about scheduling and state slots of this process."""
-    return get_server_args()
-
-
-def get_spec() -> ServerArgs:
-    """Arguments about speculation of this process."""
-    return get_server_args()
+from sglang.srt.runtime_context import (
+    get_context,
+    get_disagg,
+    get_exec,
+    get_schedule,
+    get_server_args,
+    get_spec,
+)
 
 
 def max_speculative_num_draft_tokens() -> int | None:
@@ -114,7 +109,10 @@ class KVCacheConfigurator:
         """
         schedule = get_schedule()
         params = self.mambaish_config.mamba2_cache_params
-        scale = _pp_layer_scale(params.layers, self.model_config.num_hidden_layers, self.pp_size)
+        scale = 1.0
+        if self.pp_size > 1:
+            layers, total = params.layers, self.model_config.num_hidden_layers
+            scale = _pp_layer_scale(layers, total, self.pp_size)
         extra, fixed, row = 0, 0, 0
         if not self.spec_algorithm.is_none():
             replayssm = get_exec().mamba.enable_linear_replayssm_spec
@@ -136,33 +134,41 @@ class KVCacheConfigurator:
             fixed=fixed,
         )
         given = schedule.max_mamba_cache_size
+        share = schedule.mamba_full_memory_ratio
+        share = DEFAULT_MAMBA_SHARE if share is None else share
         request = StateRequest(
             max_mamba_cache_size=given,
             max_running_requests=schedule.max_running_requests,
             radix_cache=given is not None or not schedule.disable_radix_cache,
-            full_memory_ratio=1.0 if given is not None else schedule.mamba_full_memory_ratio,
+            full_memory_ratio=share,
             attn_dp_size=self.attn_dp_size,
         )
         sizing = solve(costs, request, total_rest_memory * GIB)
         if sizing.slots <= 0:
-            raise RuntimeError(_no_slot_fits(total_rest_memory, costs))
+            raise RuntimeError(_no_slot_fits(total_rest_memory, costs, share))
         _override_for_good(max_mamba_cache_size=sizing.slots)
         return total_rest_memory - sizing.charged / GIB
 
 
-def _no_slot_fits(rest_gib: float, costs: StateCosts) -> str:
+def _no_slot_fits(rest_gib: float, costs: StateCosts, share: float) -> str:
     one = (2 * (costs.slot + costs.extra) + 2 * costs.row) / GIB
+    narrower = ""
+    if costs.has_scratch:
+        width = get_spec().speculative_num_draft_tokens
+        narrower = (
+            f", lower --speculative-num-draft-tokens {width}, or turn on "
+            "--enable-linear-lossless-verify"
+        )
     return (
         f"no state slot fits: one slot and its verify row need {one:.2f} GiB beside the padding, "
         f"{max(rest_gib, 0):.2f} GiB are left after weights. Raise --mem-fraction-static or "
-        "--mamba-full-memory-ratio, lower --speculative-num-draft-tokens, or turn on "
-        "--enable-linear-lossless-verify"
+        f"--mamba-full-memory-ratio {share:g}{narrower}"
     )
 
 
 def _pp_layer_scale(layers: list[int], num_layers: int, pp_size: int) -> float:
     """Largest share of the linear layers that one pipeline stage holds."""
-    if pp_size == 1 or not layers:
+    if not layers:
         return 1.0
     held = [sum(layer in stage for layer in layers) for stage in layer_ranges(num_layers, pp_size)]
     return max(held) / len(layers)

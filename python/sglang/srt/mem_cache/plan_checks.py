@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.plan_inputs import MemoryPlanError
 from sglang.srt.mem_cache.plan_reserves import ReserveLine
 from sglang.srt.mem_cache.plan_table import human_bytes
 from sglang.srt.mem_cache.state_layout import SNAPSHOTS, UPDATE_TUPLES
-from sglang.srt.mem_cache.state_sizing import Division, StateCosts
+from sglang.srt.mem_cache.state_sizing import DEFAULT_MAMBA_SHARE, Division, StateCosts
 
 
 def largest_fraction(inputs: PlanInputs, reserves: tuple[ReserveLine, ...]) -> float:
@@ -127,7 +127,7 @@ def _narrower_hint(inputs: PlanInputs) -> str:
 
 def _share(inputs: PlanInputs) -> float:
     weight = inputs.args.mamba_full_memory_ratio
-    return 0.9 if weight is None else weight
+    return DEFAULT_MAMBA_SHARE if weight is None else weight
 
 
 def _one_request(inputs: PlanInputs, costs: StateCosts) -> int:

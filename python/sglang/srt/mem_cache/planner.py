@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.plan_reserves import ReserveLine, runtime_reserves
 from sglang.srt.mem_cache.plan_types import MemoryPlan, PoolSettings
 from sglang.srt.mem_cache.state_layout import SNAPSHOTS, UPDATE_TUPLES, TensorSpec, total_bytes
 from sglang.srt.mem_cache.state_sizing import (
+    DEFAULT_MAMBA_SHARE,
     Division,
     StateCosts,
     StateRequest,
@@ -89,7 +90,7 @@ def _divide(inputs: PlanInputs, costs: StateCosts, rest: int) -> Division:
         max_mamba_cache_size=args.max_mamba_cache_size,
         max_running_requests=inputs.max_running,
         radix_cache=not args.disable_radix_cache,
-        full_memory_ratio=0.9 if ratio is None else ratio,
+        full_memory_ratio=DEFAULT_MAMBA_SHARE if ratio is None else ratio,
         slot_limit=limit,
         running_is_default=args.max_running_requests is None,
     )

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 GIB = 1 << 30
+DEFAULT_MAMBA_SHARE = 0.9
+"""``--mamba-full-memory-ratio`` where nobody gives it: bytes of state pool per byte of KV."""
 
 BASE_SLOTS_PER_REQUEST = 3
 """Working slot, the locked state of the matched prefix, and the state handed to the prefix tree."""
