@@ -38,40 +38,53 @@ def make_forward_batch(
     track_slots  state slot per request for a boundary state, -1 none; with ``track_rows``
     with_state   False for a draft model without recurrent layers
     """
-    device = req_pool.req_to_token.device
-    starts = np.asarray(prefix_lens, dtype=np.int64)
-    lens = np.asarray(query_lens, dtype=np.int64)
-    ends = np.cumsum(lens)
-    positions_np = np.arange(ends[-1]) + np.repeat(starts - (ends - lens), lens)
-    row_of_token = np.repeat(np.asarray(rows, dtype=np.int64), lens)
-    query_start = np.zeros(len(lens) + 1, dtype=np.int32)
-    query_start[1:] = ends
-
-    def upload(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
-    positions = upload(positions_np)
-    row_index = upload(np.asarray(rows, dtype=np.int64))
+    table = req_pool.req_to_token
+    num_requests, num_tokens = len(rows), sum(query_lens)
+    host = np.empty(2 * num_tokens + 3 * num_requests, dtype=np.int64)
+    lens = host[-num_requests:]
+    lens[:] = query_lens
+    starts = host[-2 * num_requests : -num_requests]
+    starts[:] = prefix_lens
+    host[-3 * num_requests : -2 * num_requests] = rows
+    query_start = np.zeros(num_requests + 1, dtype=np.int32)
+    np.cumsum(lens, out=query_start[1:])
+    if num_requests == num_tokens:
+        host[:num_tokens] = starts
+        host[num_tokens : 2 * num_tokens] = rows
+    else:
+        host[:num_tokens] = np.arange(num_tokens)
+        host[:num_tokens] += np.repeat(starts - query_start[:-1], lens)
+        host[num_tokens : 2 * num_tokens] = np.repeat(rows, lens)
+    # One upload for all int64 columns.
+    columns = _upload(host, table.device)
+    positions, row_of_token, row_index, starts_column, lens_column = columns.split(
+        [num_tokens, num_tokens, num_requests, num_requests, num_requests]
+    )
     tracking = track_slots is not None and any(slot >= 0 for slot in track_slots)
     return ForwardBatch(
         forward_mode=mode,
         input_ids=input_ids,
         positions=positions,
         req_pool_indices=row_index,
-        prefix_lens=upload(starts),
-        query_lens=upload(lens),
-        query_start_loc=upload(query_start),
-        out_cache_loc=req_pool.req_to_token[upload(row_of_token), positions].long(),
+        prefix_lens=starts_column,
+        query_lens=lens_column,
+        query_start_loc=_upload(query_start, table.device),
+        out_cache_loc=table[row_of_token, positions].long(),
         mamba_cache_indices=(
             req_pool.get_mamba_indices(row_index).to(torch.int32) if with_state else None
         ),
-        mamba_track_indices=(upload(np.asarray(track_slots, dtype=np.int64)) if tracking else None),
-        mamba_track_rows=upload(np.asarray(track_rows, dtype=np.int64)) if tracking else None,
+        mamba_track_indices=torch.tensor(track_slots, device=table.device) if tracking else None,
+        mamba_track_rows=torch.tensor(track_rows, device=table.device) if tracking else None,
         logits_rows=logits_rows,
         capture_hidden=capture_hidden,
         capture_layer_ids=capture_layer_ids,
-        draft_token_num=int(lens[0]) if mode.is_target_verify() else 0,
+        draft_token_num=query_lens[0] if mode.is_target_verify() else 0,
         spec_hidden=spec_hidden,
-        prefix_lens_cpu=starts.tolist(),
-        query_lens_cpu=lens.tolist(),
+        prefix_lens_cpu=list(prefix_lens),
+        query_lens_cpu=list(query_lens),
     )
+
+
+def _upload(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
