@@ -27,6 +27,7 @@ from sglang.srt.layers.attention.linear.utils import (
     select_linear_attn_backends,
     select_verify_intermediate_state_indices,
 )
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.gdn_reference import replay_reference, unfused_step_state
 
@@ -228,6 +229,21 @@ def test_hybrid_backend_prepares_both_children_once():
     calls.clear()
     hybrid.init_forward_metadata_out_graph(SimpleNamespace(), in_capture=True)
     assert calls == ["full", "linear"]
+
+
+def test_padding_rows_of_a_replay_name_no_slot():
+    """Catches: padding that reuses a live slot or a real row's track destination."""
+    pool = SimpleNamespace(
+        get_mamba_indices=lambda rows: rows * 2, translate_mamba_indices=lambda x: x
+    )
+    backend = GDNAttnBackend.__new__(GDNAttnBackend)
+    backend.req_to_token_pool = pool
+    rows, tracks = torch.tensor([4, 2, 0, 0]), torch.tensor([9, -1, 5, 5])
+    metadata = backend._replay_metadata(
+        4, rows, ForwardMode.TARGET_VERIFY, None, None, num_padding=2, mamba_track_indices=tracks
+    )
+    assert metadata.mamba_cache_indices.tolist() == [8, 4, -1, -1]
+    assert metadata.mamba_track_indices.tolist() == [9, -1, -1, -1]
 
 
 def test_other_names_are_the_same_modules():

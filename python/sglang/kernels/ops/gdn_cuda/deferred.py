@@ -89,14 +89,14 @@ class DeferredCommit:
         n = rows.numel()
         if n == 0:
             return
-        has_track = track_dests is not None and track_steps is not None
-        wide = [slots, steps, track_steps, track_dests] if has_track else [slots, steps]
-        mask = sum(int(t.dtype == torch.int64) << bit for bit, t in enumerate(wide))
-        pointers = (self.ring, rows, slots, steps)
-        track = (track_steps, track_dests) if has_track else (None, None)
-        arguments = [
-            *(ctypes.c_void_p(t.data_ptr()) for t in pointers),
-            *(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in track),
+        vectors = [slots, steps]
+        if track_dests is not None and track_steps is not None:
+            vectors += [track_steps, track_dests]
+        mask = sum((t.dtype == torch.int64) << bit for bit, t in enumerate(vectors))
+        addresses = [t.data_ptr() for t in (self.ring, rows, *vectors)]
+        missing = [None] * (6 - len(addresses))
+        arguments: list[ctypes.c_void_p | ctypes.c_int] = [
+            *(ctypes.c_void_p(address) for address in (*addresses, *missing)),
             ctypes.c_int(n),
             ctypes.c_int(self.ring.shape[0]),
             ctypes.c_int(num_tokens),
@@ -137,7 +137,7 @@ class DeferredCommit:
                 write_state=False,
                 force_flush=True,
             )
-        arguments = [
+        arguments: list[ctypes.c_void_p | ctypes.c_int] = [
             ctypes.c_void_p(self.ring.data_ptr()),
             ctypes.c_void_p(rows.data_ptr()),
             ctypes.c_int(n),

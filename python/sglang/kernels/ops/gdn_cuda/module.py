@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +27,7 @@ HEAD_DIM = 128
 MAX_DRAFT_TOKENS = 32
 
 
+@cache
 def unavailable_reason() -> str | None:
     """None if the kernels can run on the current device, else why not."""
     if not torch.cuda.is_available():
@@ -125,7 +127,7 @@ class GdnCudaModule:
         grid: int,
         threads: int,
         smem: int,
-        arguments: list[ctypes._SimpleCData],
+        arguments: Sequence[ctypes._SimpleCData | ctypes.Structure],
         *,
         overlap_previous: bool = False,
     ) -> None:

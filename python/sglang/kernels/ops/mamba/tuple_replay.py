@@ -157,13 +157,14 @@ def commit_tuples(
     if n == 0 or states.numel() == 0:
         return
     if triton_support.runs_on(states):
-        vectors = (x.contiguous() for x in (rows, slots, steps))
         _launch(
             states,
             u,
             k,
             g,
-            *vectors,
+            rows.contiguous(),
+            slots.contiguous(),
+            steps.contiguous(),
             None,
             track_dests.contiguous(),
             track_steps.contiguous(),

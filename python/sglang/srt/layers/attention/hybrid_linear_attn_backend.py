@@ -25,7 +25,7 @@ from sglang.srt.layers.attention.linear.utils import (
 )
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 __all__ = [
     "HybridLinearAttnBackend",
@@ -114,28 +114,38 @@ class MambaAttnBackendBase(AttentionBackend):
 
     def init_forward_metadata(self, fb: ForwardBatch) -> None:
         """Take the batch's slots. Raises: ValueError if the batch carries none."""
-        if fb.mamba_cache_indices is None:
-            raise ValueError("mamba_cache_indices is None; a model with GDN layers needs them")
         self.forward_metadata = LinearForwardMetadata(
-            mamba_cache_indices=fb.mamba_cache_indices,
+            mamba_cache_indices=self.slots_of(fb),
             query_start_loc=fb.query_start_loc,
             mamba_track_indices=fb.mamba_track_indices,
         )
+
+    @staticmethod
+    def slots_of(fb: ForwardBatch) -> torch.Tensor:
+        """Working slots [R] of the batch. Raises: ValueError if it carries none."""
+        if fb.mamba_cache_indices is None:
+            raise ValueError("mamba_cache_indices is None; a model with GDN layers needs them")
+        return fb.mamba_cache_indices
 
     def init_forward_metadata_out_graph(self, fb: ForwardBatch, in_capture: bool = False) -> None:
         """The part of `init_forward_metadata` that a captured graph does not contain: all of it."""
         self.init_forward_metadata(fb)
 
-    def padded_metadata(
+    def _replay_metadata(
         self,
         bs: int,
         req_pool_indices: torch.Tensor,
-        *,
-        num_padding: int,
-        query_start_loc: torch.Tensor | None = None,
+        forward_mode: ForwardMode,
+        spec_info: object,
+        seq_lens_cpu: torch.Tensor | None,
+        num_padding: int = 0,
+        in_capture: bool = False,
         mamba_track_indices: torch.Tensor | None = None,
     ) -> LinearForwardMetadata:
-        """Metadata of `bs` rows of which the last `num_padding` are padding: slot -1, track -1."""
+        """Metadata of `bs` rows of which the last `num_padding` are padding: slot -1, track -1.
+
+        Depends on rows and padding alone; mode, draft metadata and lengths are there for the callers' sake.
+        """
         num_real = bs - num_padding
         slots = torch.full((bs,), -1, dtype=torch.int32, device=req_pool_indices.device)
         real = self.req_to_token_pool.get_mamba_indices(req_pool_indices[:num_real])
@@ -144,7 +154,7 @@ class MambaAttnBackendBase(AttentionBackend):
         if mamba_track_indices is not None:
             track = torch.full((bs,), -1, dtype=torch.int64, device=slots.device)
             track[:num_real] = mamba_track_indices[:num_real]
-        return LinearForwardMetadata(slots, query_start_loc, track)
+        return LinearForwardMetadata(slots, mamba_track_indices=track)
 
 
 class HybridLinearAttnBackend(AttentionBackend):

@@ -19,7 +19,6 @@ from sglang.srt.layers.attention.linear.gdn_tree import TreeScratch, record_tree
 from sglang.srt.layers.attention.linear.kernels.gdn_cuda_cpp import CudaCppGDNKernel
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.linear.kernels.kernel_base import (
-    LinearAttnKernelBase,
     PrefillTrack,
 )
 from sglang.srt.layers.attention.linear.utils import (
@@ -80,7 +79,7 @@ class GDNKernelDispatcher:
     ) -> None:
         self.decode_kernel = _build_kernel(decode_backend, "decode")
         self.extend_kernel = _build_kernel(prefill_backend, "prefill")
-        self.verify_kernel: LinearAttnKernelBase = _build_kernel(
+        self.verify_kernel = _build_kernel(
             verify_backend or LinearAttnKernelBackend.TRITON, "verify"
         )
         self.tree_verify_kernel = TritonGDNKernel()
@@ -131,22 +130,19 @@ class GDNAttnBackend(MambaAttnBackendBase):
         self.kernel_dispatcher = GDNKernelDispatcher(
             backends.decode, backends.prefill, backends.verify
         )
+        self.req_to_token_pool: StatePool = req_to_token_pool
         self._tuple_kernel_checked = False
-        self.forward_metadata: GDNForwardMetadata | None = None
 
     def init_forward_metadata(self, fb: ForwardBatch) -> None:
         """Slots, scratch rows and boundary states of the call. A prefill with boundaries reads their rows
         back to the host, once a call."""
-        super().init_forward_metadata(fb)
-        base = self.forward_metadata
-        metadata = GDNForwardMetadata(
-            base.mamba_cache_indices, base.query_start_loc, base.mamba_track_indices
-        )
+        slots = self.slots_of(fb)
+        metadata = GDNForwardMetadata(slots, fb.query_start_loc, fb.mamba_track_indices)
         if fb.forward_mode.is_target_verify():
             metadata.scratch_rows = select_verify_intermediate_state_indices(
                 self.verify_intermediate_state_indices[: fb.batch_size],
                 fb.req_pool_indices,
-                fb.mamba_cache_indices >= 0,
+                slots >= 0,
                 self.num_verify_rows,
             )
         elif fb.mamba_track_indices is not None and fb.mamba_track_rows is not None:
@@ -155,6 +151,13 @@ class GDNAttnBackend(MambaAttnBackendBase):
             else:
                 metadata.track = PrefillTrack(fb.mamba_track_rows.tolist(), fb.mamba_track_indices)
         self.forward_metadata = metadata
+
+    @property
+    def _call(self) -> GDNForwardMetadata:
+        """The metadata of the call in progress. Raises: RuntimeError before `init_forward_metadata`."""
+        if not isinstance(self.forward_metadata, GDNForwardMetadata):
+            raise RuntimeError("init_forward_metadata was not called for this batch")
+        return self.forward_metadata
 
     def forward_linear(
         self,
@@ -173,8 +176,8 @@ class GDNAttnBackend(MambaAttnBackendBase):
                 b,
                 layer,
                 TreeScratch.of_layer(cache),
-                slots=self.forward_metadata.mamba_cache_indices,
-                scratch_rows=self.forward_metadata.scratch_rows,
+                slots=self._call.mamba_cache_indices,
+                scratch_rows=self._call.scratch_rows,
                 levels=fb.tree_levels,
             )
         if fb.forward_mode.is_target_verify():
@@ -192,7 +195,7 @@ class GDNAttnBackend(MambaAttnBackendBase):
         cache: LayerState,
         fb: ForwardBatch,
     ) -> torch.Tensor:
-        metadata = self.forward_metadata
+        metadata = self._call
         slots = metadata.mamba_cache_indices
         convolved = causal_conv1d_update(
             mixed_qkv,
@@ -234,7 +237,7 @@ class GDNAttnBackend(MambaAttnBackendBase):
         cache: LayerState,
         fb: ForwardBatch,
     ) -> torch.Tensor:
-        metadata = self.forward_metadata
+        metadata = self._call
         track = metadata.track
         convolved = causal_conv1d_fn(
             mixed_qkv.t(),
@@ -272,7 +275,7 @@ class GDNAttnBackend(MambaAttnBackendBase):
         cache: LayerState,
         fb: ForwardBatch,
     ) -> torch.Tensor:
-        metadata = self.forward_metadata
+        metadata = self._call
         num_requests, width = fb.batch_size, fb.draft_token_num
         blocks = mixed_qkv.view(num_requests, width, -1).transpose(1, 2)
         convolved = causal_conv1d_update(
@@ -286,7 +289,7 @@ class GDNAttnBackend(MambaAttnBackendBase):
             intermediate_state_indices=metadata.scratch_rows,
         )
         q, k, v = _split_views(convolved.transpose(1, 2).reshape(num_requests * width, -1), layer)
-        record: dict[str, torch.Tensor] = {}
+        record: dict[str, torch.Tensor | None] = {}
         if isinstance(cache.intermediate_ssm_u, torch.Tensor):
             self._require_tuple_kernel()
             record = {
