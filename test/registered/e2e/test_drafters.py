@@ -205,11 +205,11 @@ def reference(directory, target):
     )
 
 
-def record_calls(engine):
+def record_calls(engine, taps=True):
     """Remember every proposal and the taps of every prefill."""
     drafter = engine.built.worker._drafter
     propose, after_prefill = drafter.propose, drafter.after_prefill
-    proposals, taps = [], []
+    proposals, seen = [], []
 
     def spy_propose(batch):
         proposal = propose(batch)
@@ -217,11 +217,13 @@ def record_calls(engine):
         return proposal
 
     def spy_prefill(fb, output, next_ids):
-        taps.append(output.taps.clone())
+        seen.append(output.taps.clone())
         after_prefill(fb, output, next_ids)
 
-    drafter.propose, drafter.after_prefill = spy_propose, spy_prefill
-    return proposals, taps
+    drafter.propose = spy_propose
+    if taps:
+        drafter.after_prefill = spy_prefill
+    return proposals, seen
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -315,6 +317,24 @@ def record_mtp_rows(engine):
 
     drafter.after_verify = spy
     return snapshots
+
+
+def test_mtp_block_of_another_checkpoint(target, plain, tmp_path):
+    """A target without the block drafts exactly as one that has it."""
+    bare = tmp_path / "bare"
+    make_checkpoint(str(bare), arch="qwen3_5", dtype="fp32", seed=7, mtp=False)
+    spec = {"speculative_algorithm": "NEXTN", "max_running_requests": 8, "page_size": 64}
+    own = InProcessEngine(target, **spec)
+    other = InProcessEngine(str(bare), speculative_draft_model_path=target, **spec)
+    drafts = []
+    for engine in (own, other):
+        proposals = record_calls(engine, taps=False)[0]
+        assert engine.generate(prompts(), max_new_tokens=24, ignore_eos=True) == plain[0]
+        drafts.append(proposals)
+    assert drafts[0] == drafts[1]
+    make_checkpoint(str(tmp_path / "moe"), arch="qwen3_5", dtype="fp8", seed=7)
+    with pytest.raises(ValueError, match="hidden_size 256 instead of 128"):
+        InProcessEngine(str(bare), speculative_draft_model_path=str(tmp_path / "moe"), **spec)
 
 
 @pytest.mark.parametrize("algorithm", ["NEXTN", "DFLASH", "DSPARK"])

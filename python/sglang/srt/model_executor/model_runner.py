@@ -65,11 +65,16 @@ class ModelRunner:
 
 
 class DraftModelRunner:
-    """A draft model with one attention layer set, on its own KV pool with the target's slot ids."""
+    """A draft model with one attention layer set, on its own KV pool with the target's slot ids.
+
+    ``draft_config`` is that of the checkpoint that the block is read from: the target's own, or another
+    one whose block fits the target.
+    """
 
     def __init__(
         self,
         target: ModelRunner,
+        draft_config: ModelConfig,
         *,
         req_pool: HybridReqToTokenPool,
         kv_pool: MHATokenToKVPool,
@@ -87,14 +92,14 @@ class DraftModelRunner:
             head_dim=target.model_config.head_dim,
         )
         self.model = build_draft_model(
-            target.model_config,
+            draft_config,
             target=target.model,
             device=target.device,
             dtype=target.dtype,
             attn_backend=self.attn_backend,
             batch_invariant=batch_invariant,
         )
-        load_weights(self.model, target.model_config.model_path, progress=show_progress)
+        load_weights(self.model, draft_config.model_path, progress=show_progress)
 
     def forward(self, fb: ForwardBatch) -> LogitsOutput:
         """Run the draft model; only its KV pool changes."""

@@ -132,6 +132,7 @@ class _ChainRule(ABC):
         own = (index.unsqueeze(1) * width + torch.arange(width, device=device)).flatten()
         is_filtered = any(_is_filtered(rows.states[r]) for r in requests)
         p = target_probs(rows.logits[own], batch.rows(own), is_filtered=is_filtered)
+        p = p.nan_to_num(0.0)  # rows after a draft that a grammar forbids allow nothing at all
         q = rows.proposal.probs
         states = [rows.states[r] for r in requests]
         starts = [rows.positions[r] - 1 for r in requests]

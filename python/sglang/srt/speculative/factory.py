@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang.srt.arg_groups.speculative_hook import MTP_ALGORITHMS
 from sglang.srt.configs.draft_config import DraftConfig
-from sglang.srt.configs.model_config import find_config_file
+from sglang.srt.configs.model_config import ModelConfig, find_config_file
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.memory_plan import Pools
 from sglang.srt.model_executor.backends import build_attention_backend
@@ -63,6 +63,7 @@ def build_speculation(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Bu
 def _build_mtp(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
     draft_runner = DraftModelRunner(
         runner,
+        _mtp_config(args, runner.model_config),
         req_pool=pools.req_pool,
         kv_pool=pools.draft_kv_pool,
         batch_invariant=args.enable_deterministic_inference,
@@ -88,6 +89,28 @@ def _build_mtp(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
         )
         return tree, rule
     return (drafter if policy is None else AdaptiveMTPDrafter(drafter, policy)), rule
+
+
+def _mtp_config(args: ServerArgs, target: ModelConfig) -> ModelConfig:
+    """The config of the checkpoint that the MTP block comes from.
+
+    Raises: ValueError if its block does not fit the target's hidden rows, vocabulary or KV pool.
+    """
+    if args.speculative_draft_model_path is None:
+        return target
+    draft = ModelConfig.from_path(args.speculative_draft_model_path)
+    shared = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    wrong = [
+        f"{name} {draft.__dict__[name]} instead of {target.__dict__[name]}"
+        for name in shared
+        if draft.__dict__[name] != target.__dict__[name]
+    ]
+    if wrong:
+        raise ValueError(
+            f"--speculative-draft-model-path {args.speculative_draft_model_path} does not fit "
+            f"{target.model_path}: {', '.join(wrong)}"
+        )
+    return draft
 
 
 def _step_policy(args: ServerArgs) -> StepPolicy | None:
