@@ -5,6 +5,8 @@ VENV ?= .venv
 PYTHON ?= python3
 PY ?= $(VENV)/bin/python
 TORCH ?= torch==2.13.0
+CUDA_SUITE ?= base-b-test-1-gpu-large
+AMD_SUITE ?= stage-b-test-1-gpu-large-amd
 
 export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 
@@ -16,10 +18,10 @@ DEV_ENV := $(if $(OWN_ENV),$(VENV)/.ready-dev)
 DOCS_ENV := $(if $(OWN_ENV),$(VENV)/.ready-docs)
 PIP_INSTALL = $(VENV)/bin/python -m pip install -qq --constraint scripts/constraints.txt
 
-.PHONY: help demo test test-long test-cuda test-amd check format lint types gates unit args-doc docs docs-drawings parity clean
+.PHONY: help demo test test-long test-cuda test-amd check format lint types gates unit args-doc docs docs-drawings parity audit clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 demo: $(RUN_ENV) ## serve the bundled model with lossless verify and compare with the default verify
 	@$(PY) -m sglang.demo
@@ -31,10 +33,10 @@ test-long: $(TEST_ENV) ## the same and the long ones
 	@$(PY) test/run_suite.py --backend cpu --nightly
 
 test-cuda: $(TEST_ENV) ## tests registered for an NVIDIA GPU
-	@$(PY) test/run_suite.py --backend cuda
+	@$(PY) test/run_suite.py --backend cuda --suite $(CUDA_SUITE)
 
 test-amd: $(TEST_ENV) ## tests registered for an AMD GPU
-	@$(PY) test/run_suite.py --backend amd
+	@$(PY) test/run_suite.py --backend amd --suite $(AMD_SUITE)
 
 check: format lint types gates unit ## what CI runs first
 
@@ -68,6 +70,9 @@ docs-drawings: $(RUN_ENV) ## write the documentation's pictures and tables of fi
 
 parity: $(RUN_ENV) ## prove on this machine that lossless verify changes nothing
 	@$(PY) -m sglang.parity --model-path demo --algorithms NEXTN,DFLASH,DSPARK
+
+audit: $(TEST_ENV) ## compile the kernels for every target and read their machine code
+	@$(PY) -m sglang.kernels.audit
 
 clean: ## remove the environment and what the tools left
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

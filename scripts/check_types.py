@@ -17,6 +17,7 @@ PUBLIC_EDGES: tuple[str, ...] = (
     "python/sglang/kernels/ops/attention",
     "python/sglang/kernels/ops/cpu",
     "python/sglang/launch_server.py",
+    "python/sglang/parity",
     "python/sglang/srt/arg_groups",
     "python/sglang/srt/configs",
     "python/sglang/srt/entrypoints/engine.py",
