@@ -57,5 +57,22 @@ def test_undecided_rows_would_be_wrong():
     assert not torch.equal(head, sampler._draw_sorted(probs, batch))
 
 
+@pytest.mark.parametrize("vocab", [50, VOCAB])
+def test_a_row_that_allows_nothing_harms_no_other(vocab):
+    """Rows after a forbidden draft may be all minus infinity; their token is never used."""
+    logits = torch.full((2, vocab), float("-inf"))
+    logits[0, 3] = 1.0
+    batch = SamplingBatch(
+        all_greedy=False,
+        temperature=torch.ones(2),
+        top_k=torch.full((2,), vocab),
+        top_p=torch.ones(2),
+        min_p=torch.zeros(2),
+        uniform=torch.full((2,), 0.5, dtype=torch.float64),
+        greedy=torch.zeros(2, dtype=torch.bool),
+    )
+    assert int(sampler.draw(logits, batch)[0]) == 3
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

@@ -48,7 +48,7 @@ def _draw_sorted(probs: Tensor, batch: SamplingBatch) -> Tensor:
     cdf = probs.double().cumsum(dim=-1)
     target = (batch.uniform * cdf[:, -1]).unsqueeze(-1)
     index = torch.searchsorted(cdf, target, right=True)
-    last = (probs > 0).sum(dim=-1, keepdim=True) - 1
+    last = ((probs > 0).sum(dim=-1, keepdim=True) - 1).clamp_min(0)
     return ids.gather(-1, torch.minimum(index, last)).flatten()
 
 
