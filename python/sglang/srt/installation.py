@@ -12,6 +12,10 @@ OWN_DISTRIBUTION = "sglang-lossless"
 STOCK_DISTRIBUTION = "sglang"
 
 
+class InstallationError(RuntimeError):
+    """This engine shares its environment with a package that it replaces."""
+
+
 def stock_version() -> str | None:
     """Version of stock SGLang in this environment; None if it is not installed."""
     try:
@@ -21,10 +25,10 @@ def stock_version() -> str | None:
 
 
 def refuse_stock_sglang() -> None:
-    """Raise a RuntimeError with the way out if stock SGLang is installed beside this engine."""
+    """Raise an InstallationError with the way out if stock SGLang is installed beside this engine."""
     version = stock_version()
     if version is not None:
-        raise RuntimeError(
+        raise InstallationError(
             f"{OWN_DISTRIBUTION} replaces stock SGLang and cannot share an environment with it, but "
             f"{STOCK_DISTRIBUTION} {version} is installed here too. Uninstall both (pip uninstall "
             f"{STOCK_DISTRIBUTION} {OWN_DISTRIBUTION}) and install the one you want, or use a new "

@@ -80,7 +80,10 @@ def test_lossless_equals_default_in_lockstep(algorithm, dtype):
             engine.scheduler.step()
         for name, tensor in pair[0].state_tensors().items():
             # Slot 0 is padding: kernels may use it as a place for discarded rows.
-            assert torch.equal(tensor[:, 1:], pair[1].state_tensors()[name][:, 1:]), (name, compared)
+            assert torch.equal(tensor[:, 1:], pair[1].state_tensors()[name][:, 1:]), (
+                name,
+                compared,
+            )
             compared += 1
     assert compared > 50
     rids = [f"r{i}" for i in range(8)]

@@ -125,9 +125,7 @@ def test_second_turn_resumes_from_the_tracked_state(checkpoint, lossless):
         return first, engine.ids(rid), engine.last(rid).cached_tokens
 
     warm_first, warm, cached = follow_up()
-    cold_first, cold, none = follow_up(
-        disable_radix_cache=True, mamba_radix_cache_strategy="auto"
-    )
+    cold_first, cold, none = follow_up(disable_radix_cache=True, mamba_radix_cache_strategy="auto")
     assert cached == 512 and none == 0
     assert warm_first == cold_first and warm == cold
 

@@ -78,7 +78,7 @@ def test_stop_string_far_back_is_not_matched_again():
     assert req.finish_reason.type == "stop"
 
 
-@pytest.mark.parametrize("minimum", range(0, 7))
+@pytest.mark.parametrize("minimum", range(7))
 def test_min_tokens_holds_inside_a_block(minimum):
     req = make_req(stop_token_ids=frozenset({5}), min_new_tokens=minimum)
     req.append([5] * 8)

@@ -85,7 +85,11 @@ def test_drawn_frequencies_follow_the_distribution():
 def test_a_row_does_not_depend_on_its_neighbours():
     """Catches randomness or filtering that leaks between the requests of a batch."""
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(5))
-    states = [make_state(1, temperature=1.2), make_state(2, temperature=0.0), make_state(3, top_k=3)]
+    states = [
+        make_state(1, temperature=1.2),
+        make_state(2, temperature=0.0),
+        make_state(3, top_k=3),
+    ]
     together = draw(logits, states, [7, 8, 9])
     alone = [draw(logits[i : i + 1], [states[i]], [7 + i])[0] for i in range(3)]
     assert torch.equal(together, torch.stack(alone))

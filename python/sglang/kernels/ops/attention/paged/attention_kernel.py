@@ -158,7 +158,7 @@ def combine_splits_kernel(
     b_max = float("-inf")
     b_sum = 0.0
     b_acc = tl.zeros([BLOCK_D], tl.float32)
-    for i in range(0, num_splits):
+    for i in range(num_splits):
         flat = (i * num_rows_total + begin + i_t).to(tl.int64) * num_heads + head
         lse = tl.load(p_lse + flat)
         part = tl.load(p_part + flat * HEAD_DIM + d, mask=d_ok, other=0.0)
