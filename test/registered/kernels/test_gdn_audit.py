@@ -10,6 +10,10 @@ register_cpu_ci(est_time=90, suite="kernels")
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
 from sglang.kernels import triton_support  # noqa: E402
 from sglang.kernels.audit.assembly import count_pairs  # noqa: E402
 
@@ -23,6 +27,7 @@ from sglang.kernels.audit.compile import (  # noqa: E402
     has_nvcc,
 )
 from sglang.kernels.audit.variants import TARGETS, all_variants  # noqa: E402
+from sglang.kernels.ops.mamba.conv_kernels import conv_update_kernel  # noqa: E402
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
@@ -45,6 +50,29 @@ def test_the_cuda_source_pairs_them_too(arch):
         pytest.skip("needs nvcc")
     finding = audit_cuda_source(arch)
     assert finding.ok, finding
+
+
+@pytest.mark.parametrize("form", ["decode", "verify", "tree"])
+def test_the_convolution_compiles_without_a_gpu(form):
+    """Catches: what the interpreter accepts and the compiler does not, such as a constant named twice."""
+    pointers = dict.fromkeys(("x", "out", "weight", "conv_state", "windows"), "*bf16")
+    pointers |= {"slots": "*i32", "rows": "*i32", "parents": "*i64"}
+    constants = {
+        "bias": None,
+        "WIDTH": 4,
+        "HAS_BIAS": False,
+        "SILU": True,
+        "HAS_SLOTS": True,
+        "RECORD": form != "decode",
+        "TREE": form == "tree",
+        "BLOCK": 256,
+        "BLOCK_W": 4,
+    }
+    names = conv_update_kernel.arg_names
+    signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
+    source = ASTSource(conv_update_kernel, signature, constants, {})
+    for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
+        assert triton.compile(source, target=target).asm
 
 
 SASS_GOOD = """
