@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 from sglang.srt.layers import sampler
-from sglang.srt.sampling.sampling_batch import SamplingBatch
+from sglang.srt.sampling.sampling_batch import SamplingBatch, uniform_at, uniforms_at
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="unit")
@@ -55,6 +57,16 @@ def test_undecided_rows_would_be_wrong():
     head, decided = sampler._draw_from_head(probs, batch)
     assert not bool(decided.all())
     assert not torch.equal(head, sampler._draw_sorted(probs, batch))
+
+
+def test_many_uniforms_at_once_are_those_of_one_by_one():
+    seeds = [0, 1, 12345, (1 << 64) - 1, 1 << 70, 99]
+    starts = [0, 7, 1 << 20, (1 << 40) + 3, 5, (1 << 62) - 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = uniforms_at(seeds, starts, 5)
+    for i, (seed, start) in enumerate(zip(seeds, starts, strict=True)):
+        assert got[i].tolist() == [uniform_at(seed, start + j) for j in range(5)]
 
 
 @pytest.mark.parametrize("vocab", [50, VOCAB])

@@ -29,6 +29,19 @@ def uniform_at(seed: int, position: int) -> float:
     return (x >> 11) * 2.0**-53
 
 
+def uniforms_at(seeds: Sequence[int], starts: Sequence[int], count: int) -> np.ndarray:
+    """``uniform_at`` of n seeds at positions ``starts[i] .. starts[i] + count - 1``: [n, count] fp64."""
+    x = np.array([seed & _MASK64 for seed in seeds], dtype=np.uint64)[:, None]
+    first = np.array([start & _MASK64 for start in starts], dtype=np.uint64)[:, None]
+    last = np.array([[0x5851F42D4C957F2D]], dtype=np.uint64)
+    for word in (first + np.arange(count, dtype=np.uint64), last):
+        x = x + (np.uint64(0x9E3779B97F4A7C15) + word * np.uint64(0xD1342543DE82EF95))
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 @dataclass(eq=False)
 class SamplingState:
     """What one request's next token is drawn with. ``seed`` is always set."""
@@ -133,14 +146,14 @@ class SamplingBatch:
         if all(s.is_greedy for s in states):
             return cls(all_greedy=True)
         table = np.empty((5, len(states), rows_per_request), dtype=np.float64)
-        for i, (state, position) in enumerate(zip(states, positions, strict=True)):
+        table[4] = uniforms_at([s.seed for s in states], positions, rows_per_request)
+        for i, state in enumerate(states):
             p = state.params
             greedy = state.is_greedy
             table[0, i] = 1.0 if greedy else p.temperature
             table[1, i] = min(p.top_k, state.vocab_size)
             table[2, i] = p.top_p
             table[3, i] = p.min_p
-            table[4, i] = [uniform_at(state.seed, position + j) for j in range(rows_per_request)]
         flat = torch.from_numpy(table.reshape(5, -1)).to(device)
         greedy = torch.tensor([s.is_greedy for s in states], device=device)
         return cls(

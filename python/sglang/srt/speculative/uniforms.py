@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from sglang.srt.sampling.sampling_batch import SamplingState, uniform_at
+from sglang.srt.sampling.sampling_batch import SamplingState, uniforms_at
 
 _INDEX_BITS = 12
 
@@ -37,8 +36,6 @@ def stream_uniforms(
     A step's numbers belong to the step, not to the position they are used at: drafts that an earlier
     step threw away may have influenced where it stopped, so their numbers must not be used again.
     """
-    table = np.empty((len(states), count), dtype=np.float64)
-    for r, (state, start) in enumerate(zip(states, starts, strict=True)):
-        seed, base = state.seed ^ stream.value, start << _INDEX_BITS
-        table[r] = [uniform_at(seed, base + i) for i in range(count)]
+    seeds = [state.seed ^ stream.value for state in states]
+    table = uniforms_at(seeds, [start << _INDEX_BITS for start in starts], count)
     return torch.from_numpy(table).to(device)
