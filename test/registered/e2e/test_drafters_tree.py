@@ -192,9 +192,7 @@ def test_logprobs_follow_the_accepted_path(target, plain):
     def values(engine):
         rids = [engine.submit(text, **options) for text in prompts()]
         engine.run()
-        return [
-            [x for item in engine.outputs[rid] for x in item.output_logprobs] for rid in rids
-        ]
+        return [[x for item in engine.outputs[rid] for x in item.output_logprobs] for rid in rids]
 
     wanted = values(InProcessEngine(target, **SIZES))
     engine, _ = scripted(target, plain[0], prompts())
@@ -248,6 +246,27 @@ def test_simulated_acceptance_forces_every_step(target, monkeypatch):
     assert engine.built.info["speculative_accept_rule"] == "simulated(match)"
     assert engine.scheduler.metrics.accept_length() == 2.0
     assert engine.scheduler.metrics.accept_rate() == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "message"),
+    [
+        ({"SGLANG_SIMULATE_ACC_LEN": "2"}, NGRAM, "works with chains"),
+        (
+            {"SGLANG_SIMULATE_ACC_LEN": "2", "SGLANG_SIMULATE_ACC_METHOD": "half"},
+            {"speculative_algorithm": "NEXTN"},
+            "SGLANG_SIMULATE_ACC_METHOD='half'",
+        ),
+        ({}, NGRAM | {"speculative_accept_threshold_single": 0.5}, "work with chains"),
+    ],
+)
+def test_rules_that_cannot_work_are_refused_at_start(
+    target, monkeypatch, variables, options, message
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        InProcessEngine(target, **options, **SIZES)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,11 @@ def select_accept_rule(args: ServerArgs, *, draws_by_default: bool) -> AcceptRul
     """
     rule = _select_exact_rule(args, draws_by_default)
     if simulated_info():
+        if args.speculative_eagle_topk > 1:
+            raise ValueError(
+                "SGLANG_SIMULATE_ACC_LEN works with chains; use --speculative-eagle-topk 1 (NGRAM: "
+                "--speculative-ngram-max-bfs-breadth 1) or unset it"
+            )
         return SimulatedRule.from_environment(rule, seed=args.random_seed)
     return rule
 

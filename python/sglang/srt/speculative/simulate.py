@@ -36,6 +36,7 @@ class SimulatedRule:
 
     ``accept_len`` counts the bonus, like every accept length, and is clamped to 1 .. D. One number is
     drawn per step and holds for the whole batch. Commit, KV and drafts follow the pretended length.
+    Chains only.
     """
 
     def __init__(
@@ -77,10 +78,6 @@ class SimulatedRule:
         return rule
 
     def accept(self, rows: VerifyRows) -> Verdict:
-        if rows.proposal.tree is not None:
-            raise ValueError(
-                "SGLANG_SIMULATE_ACC_LEN works with chains; use --speculative-eagle-topk 1 or unset it"
-            )
         length = self.draw_length(rows.width)
         targets = self._tokens(rows)
         if self._token_mode is TokenMode.REAL_DRAFT_TOKEN:
