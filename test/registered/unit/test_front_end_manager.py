@@ -117,6 +117,29 @@ def test_leaving_a_group_aborts_what_runs(rig):
     manager.handle(output("b", [97]))  # late; must be ignored
 
 
+def test_a_rid_can_be_used_again_at_once(rig):
+    """Catches a retry under its router's request id that gets the end of the request it replaces."""
+    manager, _ = rig
+
+    async def main():
+        with await manager.start("a", [request("a")]):
+            pass
+        with await manager.start("a", [request("a")]):
+            pass
+        group = await manager.start("a", [request("a")])
+        for _ in range(2):
+            manager.handle(output("a", [120]))
+            manager.handle(
+                output("a", [], FinishReason("abort", None, "the client went away", 499))
+            )
+        assert not group.is_done
+        manager.handle(output("a", [97], FinishReason("length", 1)))
+        return await group.finish()
+
+    (state,) = asyncio.run(main())
+    assert (state.output_ids, state.finish_reason.type) == ([97], "length")
+
+
 def test_abort_finds_group_and_single_rids(rig):
     """Catches an abort that misses the sequences of an n > 1 request."""
     manager, outbox = rig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import json
 import logging
 import re
@@ -69,6 +70,7 @@ class TokenizerManager:
         self._preparer = RequestPreparer(config, tokenizer)
         self._link = link
         self._running: dict[str, tuple[ReqState, RequestGroup]] = {}
+        self._leaving: collections.Counter[str] = collections.Counter()
         self._calls: dict[str, asyncio.Future[Any]] = {}
 
     # --- requests -------------------------------------------------------------------------
@@ -127,8 +129,14 @@ class TokenizerManager:
         """Forget the group's sequences; those still running are aborted."""
         for state in group.states:
             if self._running.pop(state.rid, None) is not None and not state.is_done:
-                self._link.send(AbortReq(state.rid, reason="the client went away"))
+                self._send_abort(state.rid, "the client went away")
                 self._report_end(state)
+
+    def _send_abort(self, rid: str, reason: str) -> None:
+        """Abort a sequence that is no longer in the table. What the scheduler still says of it, up
+        to its end, must not reach a new request with the same rid."""
+        self._leaving[rid] += 1
+        self._link.send(AbortReq(rid, reason=reason))
 
     def fail_all(self, error: RequestError) -> None:
         """End every request and call with `error`, and refuse new ones with it."""
@@ -191,7 +199,7 @@ class TokenizerManager:
                     self._handle_output(out, self.last_seen)
                 except Exception:  # a fault in one request must not reach the others
                     logger.exception("request %r failed in the front end", out.rid)
-                    self._fail(out.rid)
+                    self._fail(out)
             if message.stats is not None:
                 self.stats = message.stats
                 self.metrics.on_stats(message.stats)
@@ -207,8 +215,10 @@ class TokenizerManager:
                 future.set_result(message)
 
     def _handle_output(self, out: TokenOutput, now: float) -> None:
+        if self._is_of_one_that_left(out):
+            return
         entry = self._running.get(out.rid)
-        if entry is None:  # abandoned meanwhile
+        if entry is None:
             return
         state, group = entry
         state.update(out)
@@ -221,6 +231,14 @@ class TokenizerManager:
             del self._running[out.rid]
         group.notify(state)
 
+    def _is_of_one_that_left(self, out: TokenOutput) -> bool:
+        left = self._leaving.get(out.rid, 0)
+        if left and out.finish_reason is not None:
+            self._leaving[out.rid] = left - 1
+            if left == 1:
+                del self._leaving[out.rid]
+        return left > 0
+
     def _report_end(self, state: ReqState) -> None:
         """Count and log a request that ended, or that its client left."""
         if state.is_probe:
@@ -231,12 +249,12 @@ class TokenizerManager:
         if self.config.log_requests:
             logger.info("request %s", json.dumps(_summary(state)))
 
-    def _fail(self, rid: str) -> None:
-        """End one request with a 500, here and in the scheduler."""
-        state, group = self._running.pop(rid)
+    def _fail(self, out: TokenOutput) -> None:
+        """End the request of `out` with a 500, here and in the scheduler."""
+        state, group = self._running.pop(out.rid)
         state.error = RequestError("internal error; the server's log has the details", status=500)
-        if state.finish_reason is None:
-            self._link.send(AbortReq(rid, reason="internal error"))
+        if out.finish_reason is None:
+            self._send_abort(out.rid, "internal error")
         group.notify(state)
 
     def _measure(self, state: ReqState, out: TokenOutput, now: float) -> None:
