@@ -14,6 +14,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.drafter import Proposal
 from sglang.srt.speculative.tree import DraftTree
+from sglang.srt.speculative.tree_drafter import TreeMTPDrafter
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_harness import InProcessEngine
 from sglang.test.make_checkpoint import make_checkpoint
@@ -172,6 +173,45 @@ def test_eagle_tree_text_equals_no_speculation(target, plain, topk, rows):
     options = {"max_new_tokens": 40, "ignore_eos": True}
     assert engine.generate(prompts(), **options) == plain[0]
     assert engine.generate(prompts(), temperature=0.9, sampling_seed=5, **options) == plain[1]
+
+
+def test_tree_of_one_branch_drafts_like_the_chain_and_wider_ones_contain_it(target):
+    """Positions, hidden rows and masks of the draft forwards: the best branch is the chain."""
+    engine = InProcessEngine(
+        target,
+        speculative_algorithm="NEXTN",
+        speculative_num_steps=4,
+        speculative_eagle_topk=2,
+        speculative_num_draft_tokens=12,
+        **SIZES,
+    )
+    wide = engine.built.worker._drafter
+    chain, propose, seen = wide._inner, wide.propose, []
+    narrow = TreeMTPDrafter(chain, num_steps=4, topk=1, num_nodes=5)
+
+    def spy(batch):
+        wanted = chain.propose_steps(batch, 4).tokens
+        one = narrow.propose(batch)
+        assert torch.equal(one.tokens, wanted)
+        assert set(one.tree.parents) == {(-1, 0, 1, 2, 3)}
+        proposal = propose(batch)
+        for r, own in enumerate(wanted.tolist()):
+            node, depth = 0, 0
+            children = {
+                (parent, token): i + 1
+                for i, (parent, token) in enumerate(
+                    zip(proposal.tree.parents[r][1:], proposal.tokens[r].tolist(), strict=True)
+                )
+            }
+            while depth < 4 and (node, own[depth]) in children:
+                node, depth = children[node, own[depth]], depth + 1
+            seen.append(depth)
+        return proposal
+
+    wide.propose = spy
+    engine.generate(prompts(), max_new_tokens=6, ignore_eos=True)
+    assert len(seen) >= 25 and min(seen) >= 1
+    assert sum(seen) / len(seen) > 1.5
 
 
 def test_penalties_count_each_nodes_own_ancestors(target):
