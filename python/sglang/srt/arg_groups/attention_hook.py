@@ -10,6 +10,7 @@ from sglang.srt.arg_groups.basic_hook import detect_device
 from sglang.srt.arg_groups.flag import spell
 from sglang.srt.arg_groups.speculative_hook import effective_topk
 from sglang.srt.environ import envs
+from sglang.srt.speculative.ragged_verify import RaggedVerifyMode
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -136,7 +137,7 @@ LOSSLESS_RULES: tuple[LosslessRule, ...] = (
     ),
     LosslessRule(
         "ragged verify",
-        lambda a: envs.SGLANG_RAGGED_VERIFY_MODE.get() != "static",
+        lambda a: envs.SGLANG_RAGGED_VERIFY_MODE.get() != RaggedVerifyMode.STATIC.value,
         lambda a: (
             "needs the same number of verify rows for each request; set "
             "SGLANG_RAGGED_VERIFY_MODE=static, got "

@@ -19,10 +19,7 @@ from sglang.kernels.ops.mamba.mamba_state_scatter_triton import (
 from sglang.kernels.ops.mamba.tuple_replay import commit_tuples, replay_tuples
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.linear.utils import (
-    build_verify_intermediate_state_indices,
-    pp_spec_stable_rows_enabled,
-)
+from sglang.srt.layers.attention.linear.utils import build_verify_intermediate_state_indices
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -232,7 +229,7 @@ class HybridLinearAttnBackend(AttentionBackend):
         pool = linear.req_to_token_pool
         n = last_correct_step_indices.shape[0]
         src_rows = None
-        if req_pool_indices is not None and pp_spec_stable_rows_enabled():
+        if req_pool_indices is not None and envs.SGLANG_ENABLE_PP_SPEC.get():
             src_rows = req_pool_indices[:n]
         if mamba_track_indices is not None:
             mamba_track_indices = linear._translate_mamba_indices(mamba_track_indices)

@@ -45,10 +45,12 @@ def fused_recurrent_gated_delta_rule_update(
         if q.shape[0] != 1:
             raise ValueError(f"with cu_seqlens the batch size must be 1, got {q.shape[0]}")
         n = cu_seqlens.numel() - 1
-        if initial_state_indices is not None and initial_state_indices.numel() != n:
-            raise ValueError(
-                f"initial_state_indices has {initial_state_indices.numel()} entries for {n} sequences"
-            )
+        for name, index in (
+            ("initial_state_indices", initial_state_indices),
+            ("intermediate_state_indices", intermediate_state_indices),
+        ):
+            if index is not None and index.numel() != n:
+                raise ValueError(f"{name} has {index.numel()} entries for {n} sequences")
     num_requests = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     if intermediate_states_buffer is not None and intermediate_state_indices is None:
         intermediate_state_indices = torch.arange(num_requests, dtype=torch.int32, device=q.device)

@@ -30,8 +30,7 @@ def _select_recurrent_launch_config(
     packed_decode: bool = False,
 ) -> tuple[int, int]:
     """(state rows per program, warps per program); the table is in `recurrent_launch`."""
-    _require_gdn(is_kda)
-    shape = RecurrentShape(n, h, hv, k, v, target_verify, packed_decode, cache_steps)
+    shape = RecurrentShape(n, h, hv, k, v, target_verify, packed_decode, cache_steps, is_kda)
     chosen = select_recurrent_launch(shape, current_device_traits())
     return chosen.block_v, chosen.num_warps
 

@@ -8,6 +8,7 @@ from enum import Enum
 import torch
 
 from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_exec
 
 # Graph capture and eager padding round a batch up to at most this many extra rows.
 MAX_PADDED_ROWS = 1024
@@ -96,6 +97,21 @@ def select_linear_attn_backends(
     else:
         chosen_verify = LinearAttnKernelBackend.TRITON
     return LinearAttnBackends(chosen_decode, chosen_prefill, chosen_verify)
+
+
+def resolve_linear_attn_backends(prefill_default: str | None = None) -> LinearAttnBackends:
+    """Families for the arguments that this process published.
+
+    `prefill_default` serves prompts where --linear-attn-prefill-backend is not given.
+    """
+    args = get_exec().mamba
+    return select_linear_attn_backends(
+        args.linear_attn_backend,
+        decode=args.linear_attn_decode_backend,
+        prefill=args.linear_attn_prefill_backend,
+        verify=args.linear_attn_verify_backend,
+        prefill_default=prefill_default,
+    )
 
 
 def pp_spec_stable_rows_enabled() -> bool:
