@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.draft_checkpoints import DraftGeometry, make_draft_checkpoint
 from sglang.test.engine_harness import InProcessEngine
 from sglang.test.make_checkpoint import make_checkpoint
 
@@ -104,6 +105,40 @@ def test_turns_of_every_acceptance_pattern(checkpoint, cold, pattern):
     for length, state in default.items():
         assert_equal_states(state, lossless[length])
     assert_equal_states(default[512], default[-1])
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK", "NGRAM"])
+def test_boundary_states_of_every_algorithm(checkpoint, tmp_path, algorithm):
+    """F14: block drafts accepted up to every position, and trees: plain decoding's states, bit for bit."""
+    options = PLAIN | {"mamba_track_interval": 64}
+    text = prompt_of(10, 4) * 4
+    engine = InProcessEngine(checkpoint, **options)
+    out, _ = turn(engine, text, 130)
+    want = states_by_length(engine)
+    options["speculative_algorithm"] = algorithm
+    is_block = algorithm != "NGRAM"
+    if is_block:
+        options["speculative_draft_model_path"] = make_draft_checkpoint(
+            str(tmp_path / "draft"),
+            kind=algorithm.lower(),
+            target_path=checkpoint,
+            geometry=DraftGeometry(),
+        )
+    for lossless in (False, True) if is_block else (False,):
+        engine = InProcessEngine(
+            checkpoint,
+            accept_plan=(lambda req, step: step % 4) if is_block else None,
+            enable_linear_lossless_verify=lossless,
+            **options,
+        )
+        assert turn(engine, text, 130, out if is_block else None) == (out, 0)
+        found = states_by_length(engine)
+        assert max(found) == max(want) == 128
+        assert_equal_states(found[128], want[128])
+        if is_block:
+            assert engine.scripted.seen.keys() >= {0, 1, 2, 3}
+        match = engine.built.memory.match(text + out)
+        assert match.cached_len == 128
 
 
 def test_states_of_chunks_are_those_of_the_prompt_cut_there(checkpoint):

@@ -94,6 +94,16 @@ class NotesNothingWhenFinished(RequestMemory):
         super().note_track(req, seqlen)
 
 
+class NotesAnotherEntry(RequestMemory):
+    """Fault: the cursor points at an entry that this batch did not write (F16, F17)."""
+
+    def note_track(self, req, seqlen):
+        kv = req.kv
+        if kv.mamba_ping_pong_track_buffer[1 - kv.mamba_next_track_idx] >= 0:
+            kv.mamba_next_track_idx = 1 - kv.mamba_next_track_idx
+        super().note_track(req, seqlen)
+
+
 class CachesRejectedTail(RequestMemory):
     """Fault: positions without final KV are inserted."""
 
@@ -135,6 +145,13 @@ def test_planted_memory_fault_is_caught(fault):
     rig_type = type("Rig", (MemoryRig,), {"memory_type": fault})
     with pytest.raises(CAUGHT):
         RandomTraffic(rig_type(CONFIGS["single-entry"]), seed=1).run(1500)
+
+
+def test_planted_cursor_fault_is_caught():
+    """Only a pair of entries has a wrong one."""
+    rig_type = type("Rig", (MemoryRig,), {"memory_type": NotesAnotherEntry})
+    with pytest.raises(CAUGHT):
+        RandomTraffic(rig_type(CONFIGS["tight-pair"]), seed=1).run(1500)
 
 
 class StateFollowsUpperPart(RadixCache):
