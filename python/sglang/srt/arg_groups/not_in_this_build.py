@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.flag import Flag, spell
-from sglang.srt.arg_groups.speculative_hook import MTP_ALGORITHMS
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -81,9 +80,6 @@ NOT_IN_THIS_BUILD: dict[str, Missing] = {
         "prompts and decode steps run in calls of their own; leave it out"
     ),
     "load_format": Missing("weights are read from the checkpoint; use auto", values=("dummy",)),
-    "grammar_backend": Missing(
-        "requests for structured output are refused in this build; leave it out"
-    ),
     "base_gpu_id": Missing("the first visible GPU is used; choose it with CUDA_VISIBLE_DEVICES"),
     "attention_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
     "linear_attn_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
@@ -97,13 +93,6 @@ NOT_IN_THIS_BUILD: dict[str, Missing] = {
 
 
 NOT_TOGETHER_IN_THIS_BUILD: tuple[MissingTogether, ...] = (
-    MissingTogether(
-        lambda a: (
-            a.speculative_algorithm in MTP_ALGORITHMS and a.speculative_draft_model_path is not None
-        ),
-        "--speculative-draft-model-path: NEXTN and EAGLE draft with the target's own layer in this "
-        "build; leave it out, or use DFLASH or DSPARK",
-    ),
     MissingTogether(
         lambda a: a.speculative_algorithm == "DSPARK" and a.speculative_draft_model_path is None,
         "--speculative-algorithm DSPARK: drafter layers inside the target's checkpoint are not read "

@@ -51,6 +51,7 @@ class TokenizedGenerateReqInput(msgspec.Struct, array_like=True, tag=True):
     priority           larger runs earlier where the policy looks at it
     stream             False: the scheduler may send the tokens at the end only
     return_state_digest  the last output carries a digest of the recurrent state
+    grammar_after      text of the output after which the request's grammar begins; None: at once
     """
 
     rid: str
@@ -63,6 +64,7 @@ class TokenizedGenerateReqInput(msgspec.Struct, array_like=True, tag=True):
     priority: int = 0
     stream: bool = False
     return_state_digest: bool = False
+    grammar_after: str | None = None
 
 
 class AbortReq(msgspec.Struct, array_like=True, tag=True):

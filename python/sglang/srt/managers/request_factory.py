@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from sglang.srt.constrained.compiler import GrammarCompiler
 from sglang.srt.managers.finish import Decode, StopChecker
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
@@ -24,11 +25,13 @@ class RequestFactory:
         decode: Decode | None,
         random_seed: int,
         use_priority: bool,
+        grammars: GrammarCompiler,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_req_len = max_req_len
         self._decode = decode
         self._use_priority = use_priority
+        self._grammars = grammars
         self._random = random.Random(random_seed)
 
     def build(self, message: TokenizedGenerateReqInput) -> Req:
@@ -45,10 +48,9 @@ class RequestFactory:
         bad = next((t for t in message.input_ids if not 0 <= t < self._vocab_size), None)
         if bad is not None:
             raise ValueError(f"input_ids: token id {bad} is outside [0, {self._vocab_size})")
+        grammar = None
         if params.grammar is not None:
-            raise ValueError(
-                f"{params.grammar[0]}: constrained decoding is not available on this server"
-            )
+            grammar = self._grammars.compile(*params.grammar, start_after=message.grammar_after)
         limit = self._max_req_len - num_prompt
         max_new_tokens = limit if params.max_new_tokens is None else params.max_new_tokens
         if max_new_tokens < 1:
@@ -79,4 +81,5 @@ class RequestFactory:
             top_logprobs_num=message.top_logprobs_num,
             token_ids_logprob=message.token_ids_logprob,
             return_state_digest=message.return_state_digest,
+            grammar=grammar,
         )

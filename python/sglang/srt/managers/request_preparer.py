@@ -103,6 +103,7 @@ class RequestPreparer:
             priority=obj.priority,
             stream=obj.stream,
             return_state_digest=obj.return_state_digest,
+            grammar_after=obj.grammar_after,
         )
         return state, message
 

@@ -20,6 +20,7 @@ class GenerateReqInput:
     prompt_field  the client's name of the prompt, for error messages
     field_names   native sampling name -> the client's name, where they differ
     is_probe      a request of the server's own, which metrics and log leave out
+    grammar_after text of the answer after which the grammar begins; None: at once
     """
 
     rid: str
@@ -37,6 +38,7 @@ class GenerateReqInput:
     add_special_tokens: bool = True
     prompt_field: str = "text"
     field_names: dict[str, str] = field(default_factory=dict)
+    grammar_after: str | None = None
     is_probe: bool = False
 
 

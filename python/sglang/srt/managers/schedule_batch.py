@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from sglang.srt.constrained.grammar_state import GrammarState
 from sglang.srt.managers.finish import StopChecker
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.mem_cache.req_kv import ReqKV
@@ -32,6 +33,7 @@ class Req:
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] | None = None
     return_state_digest: bool = False
+    grammar: GrammarState | None = None
     arrival: float = field(default_factory=time.monotonic)
 
     kv: ReqKV = field(default_factory=ReqKV)
@@ -59,17 +61,30 @@ class Req:
     def remaining_new_tokens(self) -> int:
         return self.max_new_tokens - len(self.output_ids)
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether anything changes the model's logits before a token is chosen."""
+        return self.grammar is not None or self.sampling.edits_logits
+
     def token_ids(self) -> list[int]:
         """Prompt and output, the bonus included."""
         return self.origin_input_ids + self.output_ids
 
     def append(self, token_ids: list[int]) -> int:
         """Append sampled tokens until a finish rule holds; return how many were kept."""
-        for count, token in enumerate(token_ids, start=1):
+        for count, token in enumerate(token_ids):
+            is_complete = self.grammar is not None and self.grammar.advance(token)
+            if self.grammar is not None and self.grammar.fault is not None:
+                self.finish_reason = FinishReason(
+                    type="abort", message=self.grammar.fault, status_code=400
+                )
+                return count
             self.output_ids.append(token)
             self.finish_reason = self.stop.check(self.output_ids, self.max_new_tokens)
+            if is_complete and (self.finish_reason is None or self.finish_reason.type != "stop"):
+                self.finish_reason = FinishReason(type="stop")
             if self.finish_reason is not None:
-                return count
+                return count + 1
         return len(token_ids)
 
     def match_limit(self) -> int:

@@ -11,8 +11,8 @@ import torch
 
 from sglang.bundled import resolve_model_path
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constrained.compiler import GrammarCompiler
 from sglang.srt.layers.attention.linear.utils import select_linear_attn_backends
-from sglang.srt.managers.finish import Decode
 from sglang.srt.managers.request_factory import RequestFactory
 from sglang.srt.managers.schedule_policy import PrefillPolicy
 from sglang.srt.managers.scheduler import Scheduler, Send
@@ -101,6 +101,7 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
     info = _info(args, model_config, plan, memory, max_req_len)
     if drafter is not None:
         info |= {"speculative_accept_rule": accept_rule.name, **simulated_info()}
+    tokenizer = _load_tokenizer(args)
     metrics = SchedulerMetrics(
         memory,
         decode_log_interval=args.decode_log_interval,
@@ -125,9 +126,10 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
         factory=RequestFactory(
             vocab_size=model_config.vocab_size,
             max_req_len=max_req_len,
-            decode=_load_decode(args),
+            decode=None if tokenizer is None else tokenizer.decode,
             random_seed=args.random_seed,
             use_priority=args.enable_priority_scheduling,
+            grammars=_grammars(args, model_config, tokenizer),
         ),
         metrics=metrics,
         max_queued_requests=args.max_queued_requests,
@@ -194,11 +196,30 @@ def _build_host_tier(args: ServerArgs, pools: Pools, tree: RadixCache) -> Hierar
     )
 
 
-def _load_decode(args: ServerArgs) -> Decode | None:
-    """Text of token ids, for stop strings; None without a tokenizer."""
+def _load_tokenizer(args: ServerArgs) -> Tokenizer | None:
+    """For stop strings and grammars; None on a server without one."""
     if args.skip_tokenizer_init:
         return None
-    return Tokenizer(resolve_model_path(args.tokenizer_path)).decode
+    return Tokenizer(resolve_model_path(args.tokenizer_path))
+
+
+def _grammars(
+    args: ServerArgs, model_config: ModelConfig, tokenizer: Tokenizer | None
+) -> GrammarCompiler:
+    refusal = None
+    if args.grammar_backend == "none":
+        refusal = (
+            "this server was started with --grammar-backend none, which refuses constrained "
+            "decoding; start it without"
+        )
+    elif simulated_info():
+        refusal = "simulated acceptance emits tokens that no grammar allowed; run without it"
+    end_ids = set(model_config.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        end_ids.add(tokenizer.eos_token_id)
+    return GrammarCompiler(
+        tokenizer, vocab_size=model_config.vocab_size, end_ids=end_ids, refusal=refusal
+    )
 
 
 def _info(

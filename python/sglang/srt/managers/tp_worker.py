@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sglang.srt.constrained.bitmask import forbid
 from sglang.srt.layers.sampler import sample, token_logprobs
 from sglang.srt.managers.io_struct import TokenLogprob
 from sglang.srt.managers.schedule_batch import (
@@ -217,19 +218,25 @@ class TpModelWorker:
     def _edit_verify_logits(
         self, reqs: Sequence[Req], logits: Tensor, proposal: Proposal
     ) -> None:
-        """Penalties, bias and minimum length, each row with the drafts before it counted."""
+        """Penalties, bias, minimum length and grammar, each row after the drafts that lead to it."""
         tree, width = proposal.tree, proposal.tokens.shape[1] + 1
         for i, req in enumerate(reqs):
-            if not req.sampling.edits_logits:
+            if not req.edits_logits:
                 continue
             drafts = proposal.tokens[i].tolist()
             own = logits[i * width : (i + 1) * width]
             if tree is None:
                 req.sampling.edit_logits(own, req.output_ids, drafts)
+                if req.grammar is not None:
+                    forbid(own, req.grammar.mask_chain(drafts))
                 continue
-            for node in range(width):
-                ahead = [drafts[n - 1] for n in tree.path_to(i, node)[1:]]
+            paths = [
+                [drafts[n - 1] for n in tree.path_to(i, node)[1:]] for node in range(width)
+            ]
+            for node, ahead in enumerate(paths):
                 req.sampling.edit_logits(own[node : node + 1], req.output_ids + ahead, ())
+            if req.grammar is not None:
+                forbid(own, req.grammar.mask_tree(paths))
 
     def _compact(
         self, fb: ForwardBatch, output: LogitsOutput, paths: list[list[int]]
@@ -266,8 +273,10 @@ class TpModelWorker:
     def _sample(self, reqs: Sequence[Req], logits: Tensor) -> Tensor:
         """Edit logits [R, vocab] in place, then choose a token per request. Returns [R] int64."""
         for i, req in enumerate(reqs):
-            if req.sampling.edits_logits:
+            if req.edits_logits:
                 req.sampling.edit_logits(logits[i : i + 1], req.output_ids, ())
+            if req.grammar is not None:
+                forbid(logits[i : i + 1], req.grammar.mask_chain(()))
         batch = SamplingBatch.build(
             [r.sampling for r in reqs], [r.num_tokens for r in reqs], 1, self._device
         )

@@ -11,6 +11,11 @@ Part = tuple[str, str]
 """("reasoning" or "text", piece)."""
 
 
+def opens_reasoning(prompt: str) -> bool:
+    """Whether the answer to `prompt` begins inside a span of reasoning."""
+    return prompt.rstrip().endswith(OPEN_TAG)
+
+
 class ReasoningSplitter:
     """Feed text with `push`, end with `finish`; both return parts in order.
 
@@ -28,10 +33,9 @@ class ReasoningSplitter:
     @classmethod
     def for_prompt(cls, prompt: str) -> ReasoningSplitter:
         """A splitter for an answer to `prompt`, whose end may have opened or closed the span."""
-        end = prompt.rstrip()
-        if end.endswith(OPEN_TAG):
+        if opens_reasoning(prompt):
             return cls(inside=True)
-        return cls(inside=False if end.endswith(CLOSE_TAG) else None)
+        return cls(inside=False if prompt.rstrip().endswith(CLOSE_TAG) else None)
 
     def push(self, text: str) -> list[Part]:
         """More text."""

@@ -113,24 +113,43 @@ def parser_for_template(template: str) -> str | None:
     return "qwen3_coder" if "<function=" in template else "qwen25"
 
 
-def forced_calls_schema(tools: list[dict[str, Any]], *, name: str | None) -> dict[str, Any]:
-    """JSON schema of a forced choice: one call of `name`, or any calls. Raises: KeyError."""
+def forced_calls_schema(
+    tools: list[dict[str, Any]], *, name: str | None, single: bool = False
+) -> dict[str, Any]:
+    """JSON schema of a forced choice: one call of `name`, or any calls (`single`: one).
+
+    Raises: KeyError.
+    """
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     if name is not None:
         functions = {name: functions[name]}
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": each},
-                "parameters": function.get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for each, function in functions.items()
-    ]
+    calls, definitions = [], {}
+    for index, (each, function) in enumerate(functions.items()):
+        parameters = {"type": "object", **(function.get("parameters") or {})}
+        definitions[str(index)] = _rebased(parameters, f"#/$defs/{index}")
+        properties = {"name": {"const": each}, "parameters": {"$ref": f"#/$defs/{index}"}}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if name is not None:
+    if single or name is not None:
         schema["maxItems"] = 1
-    return schema
+    return {**schema, "$defs": definitions}
+
+
+def _rebased(schema: Any, root: str) -> Any:
+    """`schema` for use at `root` of another: its references to itself point there."""
+    if isinstance(schema, list):
+        return [_rebased(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _rebased(value, root) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference[1:]
+    return moved

@@ -27,10 +27,11 @@ from sglang.srt.managers.request_state import GenerateReqInput, ReqState
 from sglang.srt.managers.tokenizer_manager import new_rid
 from sglang.srt.parser.chat_output import ChatOutputParser
 from sglang.srt.parser.events import CallArguments, CallStart, Content, Event, Reasoning
-from sglang.srt.parser.reasoning import ReasoningSplitter
+from sglang.srt.parser.reasoning import CLOSE_TAG, ReasoningSplitter, opens_reasoning
 from sglang.srt.parser.tool_calls import (
     PARSERS,
     ForcedCallsParser,
+    ToolCallParser,
     forced_calls_schema,
     parser_for_template,
 )
@@ -128,7 +129,9 @@ class ChatServing:
         must_call, name = forced_choice(request)
         values = sampling_values(request)
         if must_call:
-            values["json_schema"] = orjson.dumps(forced_calls_schema(tools, name=name)).decode()
+            single = request.parallel_tool_calls is False
+            schema = forced_calls_schema(tools, name=name, single=single)
+            values["json_schema"] = orjson.dumps(schema).decode()
         asked = request.max_completion_tokens
         asked = request.max_tokens if asked is None else asked
         if asked is not None:
@@ -176,7 +179,7 @@ class ChatServing:
         }
         if request.max_completion_tokens is not None:
             names["max_new_tokens"] = "max_completion_tokens"
-        if request.tool_choice is not None:
+        if forced_choice(request)[0]:
             names["json_schema"] = "tool_choice"
         return names
 
@@ -207,16 +210,21 @@ class ChatServing:
             add_special_tokens=False,
             prompt_field="messages",
             field_names=self._names(request),
+            grammar_after=CLOSE_TAG if self._thinks_first(prompt) else None,
         )
 
+    def _thinks_first(self, prompt: str) -> bool:
+        """Whether the answer begins with reasoning, which no grammar constrains."""
+        return self._splits_reasoning and opens_reasoning(prompt)
+
     def _parser(self, job: ChatJob) -> ChatOutputParser:
-        if job.is_forced:
-            return ChatOutputParser(splitter=None, tools=ForcedCallsParser())
         splitter = None
-        if self._splits_reasoning and job.request.separate_reasoning:
+        if self._splits_reasoning and (job.request.separate_reasoning or job.is_forced):
             splitter = ReasoningSplitter.for_prompt(job.prompt)
-        parser = None
-        if job.tools and self._tool_format is not None:
+        parser: ToolCallParser | None = None
+        if job.is_forced:
+            parser = ForcedCallsParser()
+        elif job.tools and self._tool_format is not None:
             parser = PARSERS[self._tool_format](job.tools)
         return ChatOutputParser(
             splitter=splitter, tools=parser, stream_reasoning=job.request.stream_reasoning
