@@ -319,6 +319,14 @@ def test_a_prefill_server_has_no_verify_scratch():
     assert made.verify_rows == made.verify_scratch_bytes == 0 and made.draft_tokens is None
 
 
+def test_requests_in_transfer_have_no_verify_row():
+    """F38: scratch is for requests that can verify at once, on a decode server too."""
+    flags = {"max_running_requests": 8, "max_mamba_cache_size": 100}
+    for mode in ("null", "decode"):
+        made = plan(model("Qwen3.6-35B-A3B-FP8"), disaggregation_mode=mode, **flags)
+        assert made.verify_rows == 8 + 1
+
+
 def test_plan_follows_the_state_dtype_but_tuples_stay_fp32():
     kwargs = {"mamba_ssm_dtype": "bfloat16", "max_mamba_cache_size": 40, "max_running_requests": 8}
     made = plan(model("Qwen3.6-35B-A3B"), enable_linear_lossless_verify=True, **kwargs)
