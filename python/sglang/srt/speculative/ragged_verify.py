@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 from sglang.srt.environ import envs
 
 
-class RaggedVerifyMode(str, Enum):
+class RaggedVerifyMode(StrEnum):
     """`static`: the same number for each request. The other modes cut rows request by request."""
 
     STATIC = "static"
