@@ -141,11 +141,25 @@ def test_after_shutdown(model):
     """Catches a second shutdown that fails, and calls that hang."""
     engine = sglang.Engine(model, **FAKE)
     pid = engine._front.client.pid
+    left, read_on = (engine.generate("a", {"max_new_tokens": 60}, stream=True) for _ in range(2))
+    assert next(left)["text"] and next(read_on)["text"]
     engine.shutdown()
     engine.shutdown()
     assert not is_alive(pid)
     with pytest.raises(RuntimeError, match="shut down"):
         engine.generate("a")
+    with pytest.raises(RuntimeError, match="shut down"):
+        next(read_on)
+    left.close()
+
+
+def test_a_stream_may_be_collected_in_the_engines_own_thread(engine):
+    """Catches an engine that hangs for ever when the garbage collector ends a forgotten stream."""
+    stream = engine.generate("ab", {"max_new_tokens": 60}, stream=True)
+    next(stream)
+    engine._loop.call_soon_threadsafe(stream.close)
+    pending = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), engine._loop)
+    pending.result(5)
 
 
 if __name__ == "__main__":

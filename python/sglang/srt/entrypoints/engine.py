@@ -131,7 +131,16 @@ class Engine:
             while (reply := self._wait(_next_or_none(updates))) is not None:
                 yield reply
         finally:
-            self._wait(updates.aclose())
+            self._leave(updates)
+
+    def _leave(self, updates: AsyncGenerator[dict[str, Any], None]) -> None:
+        """End a stream whose reader has left, which may be after shutdown or, when the collector
+        finds the reader, in the loop's own thread."""
+        if self._closed:
+            return
+        ending = self._submit(updates.aclose())
+        if threading.current_thread() is not self._thread:
+            ending.result()
 
     async def _iterate_async(self, job: GenerateJob) -> AsyncIterator[dict[str, Any]]:
         updates = self._native.updates(job)
@@ -139,7 +148,8 @@ class Engine:
             while (reply := await self._wait_async(_next_or_none(updates))) is not None:
                 yield reply
         finally:
-            await self._wait_async(updates.aclose())
+            if not self._closed:
+                await self._wait_async(updates.aclose())
 
     # --- the rest -------------------------------------------------------------------------
 
