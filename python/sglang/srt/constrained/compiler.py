@@ -17,8 +17,9 @@ from sglang.srt.constrained.grammar_state import GrammarState
 from sglang.srt.managers.tokenizer import Tokenizer
 
 MAX_CACHED_GRAMMARS = 64
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between the tokens of JSON; bounded, because a model that likes blanks would never end."""
+_WHITESPACE = r"( |\n[ \t]{0,32})"
+"""Between the tokens of JSON: one blank, or one line break and an indent. Models that like blanks
+would otherwise never get to the end."""
 _NEEDS_PACKAGE = (
     "constrained decoding needs the package llguidance on the server; install it with "
     "pip install 'sglang-lossless[grammar]'"
