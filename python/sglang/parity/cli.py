@@ -6,10 +6,14 @@ import argparse
 import json
 import platform
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from sglang.parity.client import Client, NativeClient, OpenAIClient, ServerError
 from sglang.parity.report import (
@@ -103,10 +107,11 @@ def main(argv: Sequence[str] | None = None, *, launcher: Sequence[str] = LAUNCHE
     try:
         job = _job(args, server_flags)
         _check_writable(args)
-        if args.attach:
-            reports = [_run_attached(args, server_flags, job)]
-        else:
-            reports = _run_started(args, server_flags, job, launcher)
+        with _stop_on_sigterm():
+            if args.attach:
+                reports = [_run_attached(args, server_flags, job)]
+            else:
+                reports = _run_started(args, server_flags, job, launcher)
     except (ServerError, ValueError, OSError) as error:
         print(f"sglang parity: {error}", file=sys.stderr)
         return NOT_COMPARED
@@ -119,6 +124,23 @@ def main(argv: Sequence[str] | None = None, *, launcher: Sequence[str] = LAUNCHE
     verdict = overall(reports)
     print(f"verdict: {VERDICTS[verdict]}")
     return verdict
+
+
+@contextmanager
+def _stop_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into an exception, so that no started server is left behind."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _names(text: str, flag: str) -> list[str]:

@@ -84,15 +84,7 @@ def run_pair(label: str, opens: dict[str, Open], job: Job) -> AlgorithmReport:
     sides: list[Side] = []
     with ExitStack() as stack:
         if job.together:
-            with ThreadPoolExecutor(len(opens)) as pool:
-                starts = [pool.submit(stack.enter_context, opened()) for opened in opens.values()]
-                clients = [start.result() for start in starts]
-                runs = [
-                    pool.submit(_observe, client, job, f"{label}, {name}", name)
-                    for name, client in zip(opens, clients, strict=True)
-                ]
-                observed = [run.result() for run in runs]
-            for side, client in zip(observed, clients, strict=True):
+            for side, client in _observe_together(stack, opens, job, label):
                 _compare(report, sides, side, client)
         else:
             for name, opened in opens.items():
@@ -103,6 +95,26 @@ def run_pair(label: str, opens: dict[str, Open], job: Job) -> AlgorithmReport:
     report.accept_length = sum(lengths) / len(lengths) if lengths else None
     report.problems = _problems(sides, report, job)
     return report
+
+
+def _observe_together(
+    stack: ExitStack, opens: dict[str, Open], job: Job, label: str
+) -> list[tuple[Side, Client]]:
+    """Start all servers, run everything on all of them; ``stack`` stops them."""
+    with ThreadPoolExecutor(len(opens)) as pool:
+        starts = [pool.submit(stack.enter_context, opened()) for opened in opens.values()]
+    clients = [start.result() for start in starts]
+    with ThreadPoolExecutor(len(opens)) as pool:
+        runs = [
+            pool.submit(_observe, client, job, f"{label}, {name}", name)
+            for name, client in zip(opens, clients, strict=True)
+        ]
+        try:
+            observed = [run.result() for run in runs]
+        except BaseException:
+            stack.close()  # else the pool would wait for answers that nobody needs any more
+            raise
+    return list(zip(observed, clients, strict=True))
 
 
 def _observe(client: Client, job: Job, label: str, name: str) -> Side:

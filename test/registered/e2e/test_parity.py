@@ -8,6 +8,9 @@ a tracked state (a commit in the wrong order spoils only that).
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -65,6 +68,32 @@ def test_commit_before_track_is_found(tmp_path, monkeypatch):
     status, found = planted("order", "multi-turn", tmp_path, monkeypatch)
     assert status == 1
     assert found["across"]["turn 2"]["differences"]
+
+
+def test_a_terminated_comparison_leaves_no_server_behind():
+    """Both servers have a group of their own to be found by: that of the tool."""
+    tool = subprocess.Popen(
+        [sys.executable, "-m", "sglang.parity", *SHORT],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    for line in tool.stderr:
+        if "run 1" in line:
+            break
+    assert len(group_members(tool.pid)) > 1
+    tool.send_signal(signal.SIGTERM)
+    tool.communicate(timeout=60)
+    assert tool.returncode == 128 + signal.SIGTERM
+    assert group_members(tool.pid) == []
+
+
+def group_members(group):
+    """Living processes of a process group."""
+    listed = subprocess.run(["ps", "-eo", "pid=,pgid=,stat="], capture_output=True, text=True)
+    rows = [line.split() for line in listed.stdout.splitlines()]
+    return [int(pid) for pid, pgid, stat in rows if int(pgid) == group and "Z" not in stat]
 
 
 if __name__ == "__main__":
