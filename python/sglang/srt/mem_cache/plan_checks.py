@@ -160,7 +160,7 @@ def _lossless_hint(inputs: PlanInputs) -> str:
 
 
 def plan_notes(
-    inputs: PlanInputs, num_requests: int, largest: int, context: int, charged: int, scratch: int
+    inputs: PlanInputs, num_requests: int, tokens: int, largest: int, charged: int, scratch: int
 ) -> tuple[str, ...]:
     notes = []
     if num_requests < inputs.max_running:
@@ -169,10 +169,13 @@ def plan_notes(
             f"--max-running-requests {inputs.max_running} becomes {num_requests}: the state pool "
             f"serves no more at {inputs.ratio} slots each; raise --max-mamba-cache-size to {need}"
         )
-    if largest < context:
+    if tokens < inputs.context:
+        price = inputs.bytes_per_token
         notes.append(
             f"the longest request that can run is {largest} tokens, below the context length "
-            f"{context}: raise --max-total-tokens or the memory, or lower --context-length"
+            f"{inputs.context}, whose KV needs {human_bytes(inputs.context * price)} while "
+            f"{human_bytes(tokens * price)} are there: raise --max-total-tokens or the memory, or lower "
+            "--context-length"
         )
     if inputs.args.enable_linear_lossless_verify and inputs.verifies:
         if inputs.scratch_row(UPDATE_TUPLES) >= inputs.scratch_row(SNAPSHOTS):

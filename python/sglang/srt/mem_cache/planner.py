@@ -137,7 +137,7 @@ def _assemble(
     charged = rows * inputs.charged_row(kind)
     freed = rows * inputs.charged_row(SNAPSHOTS) - charged
     context = inputs.context
-    largest = min(context, tokens - inputs.draft.tail_tokens)
+    largest = min(context, tokens) - (inputs.draft_tokens or 1)  # a step writes that many rows
     return MemoryPlan(
         device=args.device,
         device_memory_bytes=inputs.memory,
@@ -169,7 +169,7 @@ def _assemble(
         ssm_dtype=layout.temporal_dtype,
         kv_dtype=inputs.kv.dtype,
         tensors=_tensors(inputs, settings, state.slots, scratch if rows else [], tokens),
-        notes=plan_notes(inputs, num_requests, largest, context, charged, total_bytes(scratch)),
+        notes=plan_notes(inputs, num_requests, tokens, largest, charged, total_bytes(scratch)),
         settings=settings,
     )
 
