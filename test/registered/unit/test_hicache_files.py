@@ -9,11 +9,13 @@ import os
 import shutil
 import threading
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 
 from sglang.srt.mem_cache.hicache import file_store
 from sglang.srt.mem_cache.hicache.file_store import FileStore
+from sglang.srt.mem_cache.hierarchical_cache import FileTier
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.memory_rig import MemoryRig, RigConfig, RigRequest
 
@@ -90,6 +92,22 @@ def test_a_directory_that_cannot_be_written_is_a_miss(store, monkeypatch):
     monkeypatch.setattr(file_store.Path, "unlink", refuse)
     assert store.get(NAMES[0]) is None and len(store) == 0
     store.clear()
+
+
+def test_a_directory_that_can_only_be_read_is_refused_at_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    with pytest.raises(
+        ValueError, match="--hicache-storage-dir.*give a directory that can be written"
+    ):
+        FileStore(tmp_path, 4)
+
+
+def test_a_home_directory_may_be_abbreviated(tmp_path, monkeypatch):
+    """Arguments from a file reach us without a shell: ``~`` must not become a folder of that name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    files = FileTier.open(Path("~/cache"), b"x", 4, None)
+    assert files.pages._directory.is_relative_to(tmp_path / "cache")
+    files.pages.close()
 
 
 def test_a_file_that_someone_removed_is_a_quiet_miss(store, caplog):

@@ -96,7 +96,7 @@ class FileTier:
         directory: Path, fingerprint: bytes, page_bytes: int, state_bytes: int | None
     ) -> FileTier:
         """Use ``directory`` with a folder of its own per fingerprint; create what is missing."""
-        root = directory / _short(fingerprint).hex()
+        root = directory.expanduser() / _short(fingerprint).hex()
         states = None if state_bytes is None else FileStore(root / "states", state_bytes)
         return FileTier(FileStore(root / "pages", page_bytes), states)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -49,6 +50,8 @@ class FileStore:
         self._row_bytes = row_bytes
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(directory, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             names = [entry.name for entry in sorted(os.scandir(directory), key=_age)]
             self._remove_leftovers(names)
         except OSError as error:
