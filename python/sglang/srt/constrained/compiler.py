@@ -112,9 +112,7 @@ def _vocabulary(llguidance: ModuleType, path: Path, vocab_size: int, end_ids: li
 def _grammar(llguidance: ModuleType, kind: str, text: str) -> str:
     matcher = llguidance.LLMatcher
     if kind == "json_schema":
-        return matcher.grammar_from_json_schema(
-            text, defaults={"whitespace_pattern": _WHITESPACE}
-        )
+        return matcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
     if kind == "regex":
         return matcher.grammar_from_regex(text)
     if "::=" in text:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang.srt.entrypoints.openai.errors import error_response
+from sglang.srt.entrypoints.status_page import PATHS as STATUS_PAGE_PATHS
 from sglang.srt.managers.errors import RequestError, unavailable
 
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/metrics"})
-"""Served without a key, for probes and scrapers."""
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/metrics", *STATUS_PAGE_PATHS})
+"""Served without a key, for probes and scrapers; the page asks for the key itself."""
 ADMIN_PATHS = frozenset({"/flush_cache"})
 """Routes that change the server for everyone."""
 

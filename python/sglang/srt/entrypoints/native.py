@@ -36,6 +36,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     return_text_in_logprobs: bool = False
     stream: bool = False
     return_state_digest: bool = False
+    return_step_lengths: bool = False
     priority: int = 0
     model: str | None = None
 
@@ -181,6 +182,8 @@ class NativeServing:
             meta["spec_accept_length"] = state.spec_accept_length
             meta["spec_accept_token_num"] = state.spec_accepted_tokens
             meta.update(simulated_info())
+        if job.request.return_step_lengths:
+            meta["step_lengths"] = list(state.step_lengths)
         if state.state_digest is not None:
             meta["state_digest"] = state.state_digest
         if job.inputs[state.index].return_logprob:

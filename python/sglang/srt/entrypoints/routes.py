@@ -33,6 +33,8 @@ from sglang.srt.entrypoints.openai.serving_chat import ChatServing
 from sglang.srt.entrypoints.openai.serving_completions import CompletionServing
 from sglang.srt.entrypoints.openai.serving_responses import ResponsesServing
 from sglang.srt.entrypoints.openai.serving_tokens import TokenServing
+from sglang.srt.entrypoints.status_page import PATHS as STATUS_PAGE_PATHS
+from sglang.srt.entrypoints.status_page import page
 from sglang.srt.managers.errors import RequestError, unavailable
 from sglang.version import __version__
 
@@ -74,6 +76,8 @@ class Routes:
         for prefix in ("", "/v1"):
             self._add(app, prefix + "/tokenize", self.tokenize, ["POST"], TokenizeRequest)
             self._add(app, prefix + "/detokenize", self.detokenize, ["POST"], DetokenizeRequest)
+        for path in STATUS_PAGE_PATHS:
+            app.add_api_route(path, self.status_page, methods=["GET"], include_in_schema=False)
         self._add(app, "/abort_request", self.abort, ["POST"], AbortBody)
         self._add(app, "/flush_cache", self.flush_cache, both)
         self._add(app, "/v1/models", self.models, ["GET"])
@@ -212,6 +216,10 @@ class Routes:
                 f"no token within {HEALTH_TIMEOUT_SECONDS:g} s", code="stuck"
             ) from None
         return Response(status_code=200)
+
+    async def status_page(self, request: Request) -> Response:
+        """The page for a browser, and its two files."""
+        return page(request.url.path)
 
     # --- facts ----------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ class ReqState:
         self.is_probe = False
         self.detokenizer = detokenizer
         self.output_ids: list[int] = []
+        self.step_lengths: list[int] = []
         self.output_logprobs: list[TokenLogprob] = []
         self.input_logprobs: list[TokenLogprob] = []
         self.prompt_tokens = len(prompt_ids)
@@ -111,6 +112,8 @@ class ReqState:
             self._update_scoring(out)
             return
         self.output_ids.extend(out.new_token_ids)
+        if out.new_token_ids:
+            self.step_lengths.append(len(out.new_token_ids))
         if out.output_logprobs:
             self.output_logprobs.extend(out.output_logprobs)
         self.detokenizer.push(out.new_token_ids, out.finish_reason)
