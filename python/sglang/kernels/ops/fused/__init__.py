@@ -1,0 +1,1 @@
+"""Row-wise operations between the matrix products, each one launch."""

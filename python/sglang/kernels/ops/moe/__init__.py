@@ -1,0 +1,1 @@
+"""Mixture of experts: routing, ordering by expert, grouped GEMM, ordered sum."""

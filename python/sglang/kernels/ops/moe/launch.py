@@ -1,0 +1,35 @@
+"""Tiles of the grouped expert GEMM, as data.
+
+Values are guesses from tile arithmetic until ``benchmark/`` holds a measurement for the GPU at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.kernels.ops.quantization.launch import SMALL_ROWS
+
+
+@dataclass(frozen=True)
+class ExpertTile:
+    """Rows of one expert x output columns of one program.
+
+    ``block_k`` is for bf16; FP8 takes one scale block. ``weights_first`` lets the weight's rows be the
+    product's rows: Hopper multiplies FP8 in units of 64 rows, and an expert has a few tokens.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    weights_first: bool
+
+
+_FEW = ExpertTile(16, 128, 128, num_warps=4, num_stages=4, weights_first=True)
+_MANY = ExpertTile(64, 128, 64, num_warps=4, num_stages=3, weights_first=False)
+
+
+def expert_tile(num_tokens: int) -> ExpertTile:
+    """Decode and verify give an expert a few rows, prompt chunks give it hundreds."""
+    return _FEW if num_tokens <= SMALL_ROWS else _MANY

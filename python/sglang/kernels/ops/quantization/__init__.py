@@ -1,0 +1,1 @@
+"""Block-scaled FP8: quantising activations, and linear maps of FP8 weights."""

@@ -1,0 +1,35 @@
+"""Tiles of block-scaled linear maps, as data.
+
+Values are guesses from tile arithmetic until ``benchmark/`` holds a measurement for the GPU at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """Output tile of one program, and how it is run. K goes in steps of one scale block."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+SMALL_ROWS = 128
+"""Most rows of the table for decode and verify; above the rows of any step of the workloads here."""
+
+_SMALL = GemmTile(block_m=64, block_n=32, num_warps=4, num_stages=4)
+_SMALL_WIDE = GemmTile(block_m=64, block_n=64, num_warps=4, num_stages=4)
+_LARGE = GemmTile(block_m=128, block_n=128, num_warps=8, num_stages=3)
+
+_WIDE_COLUMNS = 8192
+
+
+def dense_tile(num_rows: int, num_columns: int) -> GemmTile:
+    """For x [num_rows, K] and a weight [num_columns, K]."""
+    if num_rows > SMALL_ROWS:
+        return _LARGE
+    return _SMALL_WIDE if num_columns >= _WIDE_COLUMNS else _SMALL

@@ -1,0 +1,40 @@
+"""fp32 plain-PyTorch twins of the FP8 and MoE ops, with their roundings of inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang.test.checkpoints.quantize import BLOCK, FP8_MAX
+
+
+def quantize_activations_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(q [M, K] e4m3, scale [M, ceil(K/128)] fp32); see ``quantize_activations``."""
+    num_rows, num_columns = x.shape
+    groups = -(-num_columns // BLOCK)
+    padded = torch.zeros(num_rows, groups * BLOCK)
+    padded[:, :num_columns] = x.float()
+    blocks = padded.view(num_rows, groups, BLOCK)
+    largest = blocks.abs().amax(-1)
+    scale = torch.where(largest > 0, largest / FP8_MAX, 1.0)
+    q = (blocks / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).view(num_rows, -1)
+    return q[:, :num_columns].to(torch.float8_e4m3fn), scale
+
+
+def dequantize_activations(q: Tensor, scale: Tensor) -> Tensor:
+    """[M, K] fp32."""
+    return q.float() * scale.repeat_interleave(BLOCK, 1)[:, : q.shape[1]]
+
+
+def experts_reference(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Weighted sum of gated MLPs, fp32: gate_up [E, 2I, H], down [E, H, I]; chosen -1 adds nothing."""
+    out = torch.zeros(x.shape[0], down.shape[1])
+    for t in range(x.shape[0]):
+        for weight, expert in zip(weights[t], chosen[t].tolist(), strict=True):
+            if expert < 0:
+                continue
+            gate, up = (gate_up[expert] @ x[t]).chunk(2)
+            out[t] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+    return out

@@ -1,0 +1,96 @@
+"""Checks of the FP8 kernels; run by test_fp8_kernels.py in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.kernels import triton_support
+from sglang.kernels.ops.quantization import launch
+from sglang.kernels.ops.quantization.fp8 import block_scaled_linear, quantize_activations
+from sglang.test.checkpoints.quantize import dequantize_blockwise, quantize_blockwise
+from sglang.test.fp8_reference import (
+    dequantize_activations,
+    quantize_activations_reference,
+)
+
+DEVICE = torch.device("cpu" if triton_support.INTERPRETING else "cuda")
+TILE = launch.GemmTile(block_m=16, block_n=32, num_warps=4, num_stages=2)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_fp8(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal; in the interpreter, up to its cast, which drops the carry of a mantissa that rounds up to
+    the next power of two (Triton 3.6: 127.1 becomes 64)."""
+    got, want = got.float(), want.float()
+    if triton_support.INTERPRETING:
+        lost_carry = (got == want / 2) & (want.abs().frexp().mantissa == 0.5)
+        assert lost_carry.float().mean() < 0.05
+        got = torch.where(lost_carry, want, got)
+    assert torch.equal(got, want)
+
+
+def product_reference(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """From the kernel's own quantised rows, which another test compares with the reference's."""
+    rounded = dequantize_activations(*(t.cpu() for t in quantize_activations(x.to(DEVICE))))
+    return rounded @ dequantize_blockwise(weight, scale).t()
+
+
+def weight_of(rows: int, columns: int):
+    weight = draw(rows, columns, seed=1)
+    weight[:, : columns // 2] *= 30  # blocks of very different size show a scale of the wrong block
+    return quantize_blockwise(weight, torch.float32)
+
+
+@pytest.mark.parametrize("columns", [128, 256, 200])
+def test_quantised_rows_agree_with_the_reference(columns):
+    """Wrong group, wrong stride, or a scale that is not max / 448."""
+    wide = draw(5, columns + 24)
+    wide[2, :128] = 0.0
+    wide[3] *= 1e4
+    x = wide[:, :columns].to(DEVICE)
+    q, scale = quantize_activations(x)
+    want_q, want_scale = quantize_activations_reference(wide[:, :columns])
+    assert torch.equal(scale.cpu(), want_scale)
+    assert_same_fp8(q.cpu(), want_q)
+    assert scale[2, 0] == 1.0 and not q[2, :128].float().any()
+    error = (dequantize_activations(want_q, want_scale) - wide[:, :columns]).abs()
+    assert (error <= wide[:, :columns].abs() / 16 + want_scale.amax(1, keepdim=True) / 512).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth"), [(3, 64, 256), (21, 200, 384), (2, 130, 200)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_product_agrees_with_the_reference(rows, columns, depth, dtype, monkeypatch):
+    """Scale of a neighbouring block, a lost remainder of M, N or K."""
+    monkeypatch.setattr("sglang.kernels.ops.quantization.fp8.dense_tile", lambda m, n: TILE)
+    weight, scale = weight_of(columns, depth)
+    x = draw(rows, depth).to(dtype)
+    got = block_scaled_linear(x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE)).cpu()
+    want = product_reference(x, weight, scale)
+    assert got.dtype == dtype
+    bound = 1e-5 if dtype == torch.float32 and triton_support.INTERPRETING else 8e-3
+    assert ((got.float() - want).norm() / want.norm()) < bound
+    shifted = product_reference(x, weight, scale.roll(1, 1))
+    assert ((shifted - want).norm() / want.norm()) > 0.05
+
+
+def test_a_row_does_not_depend_on_its_batch(monkeypatch):
+    """Split sums, or a tile chosen by the number of rows within one table."""
+    monkeypatch.setattr("sglang.kernels.ops.quantization.fp8.dense_tile", lambda m, n: TILE)
+    weight, scale = (t.to(DEVICE) for t in weight_of(64, 256))
+    x = draw(19, 256).to(DEVICE, torch.bfloat16)
+    together = block_scaled_linear(x, weight, scale)
+    for row in (0, 7, 18):
+        assert torch.equal(block_scaled_linear(x[row : row + 1], weight, scale)[0], together[row])
+
+
+def test_no_rows_and_wrong_scales():
+    weight, scale = (t.to(DEVICE) for t in weight_of(64, 256))
+    assert block_scaled_linear(draw(0, 256).to(DEVICE), weight, scale).shape == (0, 64)
+    with pytest.raises(ValueError, match=r"needs block scales \(1, 2\)"):
+        block_scaled_linear(draw(1, 256).to(DEVICE), weight, scale[:, :1])

@@ -1,0 +1,102 @@
+"""Checks of the fused row kernels; run by test_fused_kernels.py in the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sglang.kernels import triton_support
+from sglang.kernels.ops.fused.rows import (
+    add_rms_norm,
+    gated_rms_norm,
+    norm_rope,
+    rms_norm,
+    sigmoid_mul,
+    silu_mul,
+)
+
+DEVICE = torch.device("cpu" if triton_support.INTERPRETING else "cuda")
+EPS = 1e-6
+CLOSE = {
+    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
+    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2},  # one rounding against two or three
+}
+DTYPES = pytest.mark.parametrize("dtype", list(CLOSE), ids=["fp32", "bf16"])
+
+
+def draw(*shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def norm_reference(x, weight, unit_offset):
+    x32 = x.float()
+    scale = weight + 1 if unit_offset else weight
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + EPS) * scale).to(x.dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("unit_offset", [True, False])
+def test_rms_norm(dtype, unit_offset):
+    """The other weight convention; a mean over the padded block."""
+    x, weight = draw(5, 200, dtype=dtype)[:, :136], draw(136, seed=1)
+    got = rms_norm(x, weight, EPS, unit_offset=unit_offset)
+    torch.testing.assert_close(got, norm_reference(x, weight, unit_offset), **CLOSE[dtype])
+    other = norm_reference(x, weight, not unit_offset)
+    assert not torch.allclose(got, other, **CLOSE[dtype])
+
+
+@DTYPES
+def test_add_rms_norm_norms_the_rounded_sum(dtype):
+    x, delta, weight = draw(4, 136, dtype=dtype), draw(4, 136, seed=2, dtype=dtype), draw(136)
+    normed, total = add_rms_norm(x, delta, weight, EPS, unit_offset=True)
+    if dtype is torch.float32 or not triton_support.INTERPRETING:  # its bf16 cast truncates
+        assert torch.equal(total, x + delta)
+    torch.testing.assert_close(total, x + delta, **CLOSE[dtype])
+    assert torch.equal(normed, rms_norm(total, weight, EPS, unit_offset=True))
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gated_norm(dtype, activation):
+    """Gate before the norm, or the other activation; z is a strided part of a projection."""
+    o, weight = draw(3, 4, 40, dtype=dtype), draw(40, seed=1)
+    z = draw(3, 7 + 160, seed=2, dtype=dtype)[:, 7:].view(3, 4, 40)
+    gate = {"silu": F.silu, "sigmoid": torch.sigmoid}
+    normed = norm_reference(o.float(), weight, False)
+    got = gated_rms_norm(o, z, weight, EPS, activation=activation)
+    torch.testing.assert_close(
+        got, (normed * gate[activation](z.float())).to(dtype), **CLOSE[dtype]
+    )
+
+
+@DTYPES
+def test_norm_rope(dtype):
+    """Pairs (j, j + 1) instead of (j, j + r/2), positions of another row, dims beyond r turned."""
+    x, weight = draw(3, 2, 96, dtype=dtype)[..., :48], draw(48, seed=1)
+    positions = torch.tensor([0, 9, 3], device=DEVICE)
+    angles = torch.arange(12.0, device=DEVICE)[:, None] * 0.7 ** torch.arange(8.0, device=DEVICE)
+    cos, sin = angles.cos().contiguous(), angles.sin().contiguous()
+    got = norm_rope(x, weight, cos, sin, positions, EPS, unit_offset=True)
+    normed = norm_reference(x, weight, True).float()
+    first, second = normed[..., :8], normed[..., 8:16]
+    c, s = cos[positions][:, None], sin[positions][:, None]
+    parts = (first * c - second * s, second * c + first * s, normed[..., 16:])
+    torch.testing.assert_close(got, torch.cat(parts, -1).to(dtype), **CLOSE[dtype])
+
+
+@DTYPES
+def test_gates(dtype):
+    both = draw(3, 2 * 72, dtype=dtype)
+    want = F.silu(both[:, :72].float()) * both[:, 72:].float()
+    torch.testing.assert_close(silu_mul(both), want.to(dtype), **CLOSE[dtype])
+    q = draw(3, 2, 80, seed=4, dtype=dtype)
+    x, gate = q[..., :40], q[..., 40:]
+    want = (x.float() * torch.sigmoid(gate.float())).to(dtype)
+    torch.testing.assert_close(sigmoid_mul(x, gate), want, **CLOSE[dtype])
+
+
+def test_no_rows():
+    empty = draw(0, 16)
+    assert rms_norm(empty, draw(16), EPS, unit_offset=True).shape == (0, 16)
+    assert silu_mul(empty).shape == (0, 8)

@@ -1,0 +1,158 @@
+"""Checks of the MoE kernels; run by test_moe_kernels.py in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.kernels import triton_support
+from sglang.kernels.ops.moe import launch
+from sglang.kernels.ops.moe.experts import combine, run_experts
+from sglang.kernels.ops.moe.route import route
+from sglang.kernels.ops.moe.sort import order_by_expert
+from sglang.test.checkpoints.quantize import dequantize_blockwise, quantize_blockwise
+from sglang.test.fp8_reference import experts_reference
+
+DEVICE = torch.device("cpu" if triton_support.INTERPRETING else "cuda")
+TILES = {
+    "weights_first": launch.ExpertTile(16, 64, 32, 4, 2, weights_first=True),
+    "rows_first": launch.ExpertTile(16, 32, 32, 4, 2, weights_first=False),
+}
+
+
+@pytest.fixture(params=list(TILES))
+def small_tile(request, monkeypatch):
+    tile = TILES[request.param]
+    monkeypatch.setattr("sglang.kernels.ops.moe.experts.expert_tile", lambda rows: tile)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (10, 3), (256, 8)])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_route_agrees_with_torch(experts, top_k, renormalise):
+    """A softmax over the chosen ones only, or padding columns that win."""
+    logits = draw(7, experts) * 3
+    weights, chosen = route(logits.to(DEVICE), top_k, renormalise=renormalise)
+    want, ids = torch.softmax(logits, -1).topk(top_k)
+    if renormalise:
+        want = want / want.sum(-1, keepdim=True)
+    assert torch.equal(chosen.cpu().long(), ids)
+    torch.testing.assert_close(weights.cpu(), want, rtol=1e-5, atol=1e-7)
+
+
+def test_route_takes_the_lower_id_at_a_tie():
+    weights, chosen = route(torch.zeros(2, 12, device=DEVICE), 3, renormalise=True)
+    assert chosen.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(weights.cpu(), torch.full((2, 3), 1 / 3))
+
+
+@pytest.mark.parametrize("block_m", [4, 16])
+@pytest.mark.parametrize(("rows", "top_k", "experts"), [(1, 2, 8), (5, 2, 3), (700, 2, 4)])
+def test_order_is_stable_padded_and_complete(rows, top_k, experts, block_m):
+    """A lost or doubled pair, an order by arrival, a tile of two experts, too few tiles."""
+    generator = torch.Generator().manual_seed(rows)
+    chosen = torch.randint(-1, experts, (rows, top_k), generator=generator).int()
+    order = order_by_expert(chosen.to(DEVICE), experts, block_m)
+    flat, pairs = chosen.flatten().tolist(), order.pairs.cpu().view(-1, block_m).tolist()
+    found: dict[int, list[int]] = {e: [] for e in range(experts)}
+    tile_experts = order.tile_experts.tolist()
+    for expert, tile in zip(tile_experts, pairs, strict=True):
+        if expert >= 0:
+            assert tile[0] >= 0
+            found[expert] += [p for p in tile if p != -1]
+    want = {e: [p for p, c in enumerate(flat) if c == e] for e in range(experts)}
+    assert found == want
+    used = [e for e in tile_experts if e >= 0]
+    assert used == sorted(used) and tile_experts[len(used) :] == [-1] * (len(pairs) - len(used))
+
+
+def expert_case(rows: int, *, experts=4, size=64, inner=32, top_k=2):
+    gate_up = draw(experts, 2 * inner, size, seed=1) / size**0.5
+    down = draw(experts, size, inner, seed=2) / inner**0.5
+    weights = torch.softmax(draw(rows, top_k, seed=3), -1)
+    scores = draw(rows, experts, seed=4)
+    return draw(rows, size), weights, scores.topk(top_k).indices.int(), gate_up, down
+
+
+def run(x, weights, chosen, gate_up, down, **more):
+    return run_experts(*(t.to(DEVICE) for t in (x, weights, chosen, gate_up, down)), **more).cpu()
+
+
+@pytest.mark.usefixtures("small_tile")
+@pytest.mark.parametrize("rows", [1, 21])
+def test_experts_agree_with_the_reference(rows):
+    """Rows that go to another expert, gate and up exchanged, a pair that returns to another row."""
+    case = expert_case(rows)
+    bound = 1e-5 if triton_support.INTERPRETING else 1e-4
+    want = experts_reference(*case)
+    assert ((run(*case) - want).norm() / want.norm()) < bound
+    x, weights, chosen, gate_up, down = case
+    other = experts_reference(x, weights, chosen.flip(1), gate_up, down)
+    assert ((other - want).norm() / want.norm()) > 0.1
+
+
+def test_skipped_pairs_add_nothing_and_need_no_memory():
+    """A padded row must neither read an expert nor bring NaN from memory nobody wrote."""
+    x, weights, chosen, gate_up, down = expert_case(6)
+    chosen[2] = -1
+    chosen[4, 1] = -1
+    want = experts_reference(x, weights, chosen, gate_up, down)
+    got = run(x, weights, chosen, gate_up, down)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert not got[2].any()
+    parts = torch.full((2, 8), float("nan"), device=DEVICE)
+    parts[0] = 1.0
+    alive = torch.tensor([[0, -1]], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(
+        combine(parts, torch.ones(1, 2, device=DEVICE), alive).cpu(), torch.ones(1, 8)
+    )
+
+
+@pytest.mark.usefixtures("small_tile")
+def test_a_row_does_not_depend_on_its_batch():
+    case = expert_case(21)
+    x, weights, chosen, gate_up, down = (t.to(DEVICE) for t in case)
+    x, gate_up, down = x.bfloat16(), gate_up.bfloat16(), down.bfloat16()
+    together = run_experts(x, weights, chosen, gate_up, down)
+    for row in (0, 13, 20):
+        cut = slice(row, row + 1)
+        alone = run_experts(x[cut], weights[cut], chosen[cut], gate_up, down)
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.usefixtures("small_tile")
+def test_fp8_experts_agree_with_the_dequantised_ones():
+    """Scales of another expert or block; activations that were not scaled back."""
+    x, weights, chosen, gate_up, down = expert_case(9, size=256, inner=128)
+    gate_up[1] *= 20
+    quantised = {}
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        parts = [quantize_blockwise(one, torch.float32) for one in weight]
+        quantised[name] = tuple(torch.stack(side).to(DEVICE) for side in zip(*parts, strict=True))
+        weight.copy_(torch.stack([dequantize_blockwise(*part) for part in parts]))
+    got = run_experts(
+        *(t.to(DEVICE) for t in (x, weights, chosen)),
+        quantised["gate_up"][0],
+        quantised["down"][0],
+        gate_up_scale=quantised["gate_up"][1],
+        down_scale=quantised["down"][1],
+    ).cpu()
+    want = experts_reference(x, weights, chosen, gate_up, down)
+    # Two roundings of activations to 3 bits of mantissa; the interpreter also drops carries of its cast.
+    bound = 0.2 if triton_support.INTERPRETING else 0.06
+    assert ((got - want).norm() / want.norm()) < bound
+    mixed = experts_reference(x, weights, chosen.flip(1), gate_up, down)
+    assert ((mixed - want).norm() / want.norm()) > 2 * bound
+
+
+def test_shared_expert_is_gated_and_added():
+    x, weights, chosen, gate_up, down = expert_case(5)
+    shared, gate = draw(5, 64, seed=8), draw(5, 1, seed=9)
+    got = run(
+        x, weights, chosen, gate_up, down, shared=shared.to(DEVICE), shared_gate=gate.to(DEVICE)
+    )
+    want = experts_reference(x, weights, chosen, gate_up, down) + torch.sigmoid(gate) * shared
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

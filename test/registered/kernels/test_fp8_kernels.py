@@ -1,0 +1,57 @@
+"""The real FP8 kernels on the CPU, in Triton's interpreter, and on a GPU where there is one; and
+compiled for Hopper at the shapes of the served models, which needs no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.kernel_cases import run_cases
+
+register_cpu_ci(est_time=40, suite="kernels")
+register_cuda_ci(est_time=30, stage="base-b", runner_config="1-gpu-large")
+
+
+def test_kernels_agree_with_the_reference_in_the_interpreter():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    run_cases(__file__, "fp8_interpreter_cases.py", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_agree_with_the_reference_on_the_gpu():
+    run_cases(__file__, "fp8_interpreter_cases.py", TRITON_INTERPRET="0")
+
+
+def test_product_compiles_for_hopper_into_fp8_instructions():
+    """A tile that does not fit the chip, or a product that is widened to 16 bits first."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.quantization import launch
+    from sglang.kernels.ops.quantization.fp8_kernels import block_scaled_gemm_kernel
+    from sglang.test.compile_kernels import compile_for_hopper
+
+    for rows, columns in ((4, 2048), (100, 12288), (8192, 12288)):
+        tile = launch.dense_tile(rows, columns)
+        ptx = compile_for_hopper(
+            block_scaled_gemm_kernel,
+            pointers={
+                "p_x": "*fp8e4nv",
+                "p_w": "*fp8e4nv",
+                "p_x_scale": "*fp32",
+                "p_w_scale": "*fp32",
+                "p_out": "*bf16",
+            },
+            constants={
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.block_n,
+                "GROUP": 128,
+                "EVEN_K": True,
+            },
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        assert "wgmma.mma_async" in ptx and ".e4m3.e4m3" in ptx
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))

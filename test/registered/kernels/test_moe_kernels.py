@@ -1,0 +1,90 @@
+"""The real MoE kernels on the CPU, in Triton's interpreter, and on a GPU where there is one; and
+compiled for Hopper at the shapes of the served models, which needs no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.kernel_cases import run_cases
+
+register_cpu_ci(est_time=50, suite="kernels")
+register_cuda_ci(est_time=40, stage="base-b", runner_config="1-gpu-large")
+
+
+def test_kernels_agree_with_the_reference_in_the_interpreter():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    run_cases(__file__, "moe_interpreter_cases.py", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_agree_with_the_reference_on_the_gpu():
+    run_cases(__file__, "moe_interpreter_cases.py", TRITON_INTERPRET="0")
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("rows", [100, 8192])
+def test_grouped_product_compiles_for_hopper(fp8, rows):
+    """A tile that does not fit the chip, or FP8 that is widened to 16 bits first."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.moe.grouped_gemm_kernel import grouped_gemm_kernel
+    from sglang.kernels.ops.moe.launch import expert_tile
+    from sglang.test.compile_kernels import compile_for_hopper
+
+    tile = expert_tile(rows)
+    element = "*fp8e4nv" if fp8 else "*bf16"
+    scale = "*fp32" if fp8 else "*bf16"
+    ptx = compile_for_hopper(
+        grouped_gemm_kernel,
+        pointers={
+            "p_x": element,
+            "p_w": element,
+            "p_x_scale": scale,
+            "p_w_scale": scale,
+            "p_out": "*bf16",
+            "p_pairs": "*i32",
+            "p_tile_experts": "*i32",
+        },
+        constants={
+            "PAIRS_PER_ROW": 8,
+            "FP8": fp8,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": 128 if fp8 else tile.block_k,
+            "EVEN_K": True,
+            "WEIGHTS_FIRST": tile.weights_first,
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    kind = ".e4m3.e4m3" if fp8 else ".bf16.bf16"
+    assert kind in ptx and "wgmma.mma_async" in ptx
+
+
+def test_small_kernels_compile_for_hopper():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.moe import moe_kernels
+    from sglang.test.compile_kernels import compile_for_hopper
+
+    compile_for_hopper(
+        moe_kernels.route_kernel,
+        pointers={"p_logits": "*bf16", "p_weights": "*bf16", "p_chosen": "*i32"},
+        constants={"TOP_K": 8, "BLOCK_K": 8, "BLOCK_E": 256, "RENORMALISE": True},
+        num_warps=1,
+    )
+    compile_for_hopper(
+        moe_kernels.place_kernel,
+        pointers=dict.fromkeys(("p_chosen", "p_counts", "p_pairs", "p_tile_experts"), "*i32"),
+        constants={"BLOCK": 1024, "BLOCK_E": 256, "BLOCK_M": 16},
+    )
+    compile_for_hopper(
+        moe_kernels.combine_kernel,
+        pointers=dict.fromkeys(("p_parts", "p_weights", "p_shared", "p_gate", "p_out"), "*bf16")
+        | {"p_chosen": "*i32"},
+        constants={"TOP_K": 8, "HAS_SHARED": True, "BLOCK": 1024},
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
