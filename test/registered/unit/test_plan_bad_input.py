@@ -66,13 +66,24 @@ def test_a_file_that_is_no_config_is_named(tmp_path, capsys, content, message):
         ("max_position_embeddings", -1),
         ("mtp_num_hidden_layers", -1),
         ("mlp_only_layers", 5),
+        ("mlp_only_layers", ["a"]),
+        ("layer_types", 5),
+        ("quantization_config", "fp8"),
+        ("rope_parameters", "yarn"),
+        ("num_experts", [1]),
+        ("eos_token_id", {}),
+        ("eos_token_id", [[1]]),
+        ("rms_norm_eps", "small"),
+        ("output_gate_type", [1]),
+        ("architectures", 5),
         ("text_config", [1]),
     ],
 )
 def test_a_size_that_cannot_be_is_named(tmp_path, capsys, key, value):
     """Catches divisions by zero and plans with negative or empty tensors."""
     raw = json.loads(MODEL.read_text())
-    (raw if key == "text_config" else raw["text_config"])[key] = value
+    at_root = key in ("text_config", "architectures")
+    (raw if at_root else raw["text_config"])[key] = value
     file = tmp_path / "config.json"
     file.write_text(json.dumps(raw))
     code, _, err = run(["--model-path", file, *DEVICE], capsys)

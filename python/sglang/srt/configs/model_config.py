@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.bundled import resolve_model_path
+from sglang.srt.configs.config_types import check_types
 from sglang.srt.configs.quantization import QuantizationConfig
 from sglang.srt.configs.rope_config import RopeConfig, rope_from_text_config
 
@@ -30,21 +31,6 @@ FAMILY_OF_MODEL_TYPE = {
 }
 STATE_DTYPES = ("float32", "bfloat16")
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
-SIZE_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-    "max_position_embeddings",
-)
-"""Keys that must be positive where they are given."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +138,9 @@ class ModelConfig:
             ValueError: naming the key, its value and what is accepted.
         """
         text = text_config(raw)
+        check_types(raw)
+        check_types(text)
         architecture, family = _family(raw)
-        _check_sizes(text)
         generation = generation or {}
         layer_types = _layer_types(text)
         head_dim = int(text.get("head_dim") or 256)
@@ -246,16 +233,6 @@ def _required(text: dict[str, Any], key: str) -> int:
     if text.get(key) is None:
         raise ValueError(f"config.json lacks {key!r}, which has no default")
     return int(text[key])
-
-
-def _check_sizes(text: dict[str, Any]) -> None:
-    for key in SIZE_KEYS:
-        value = text.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"config.json: {key}={value!r} must be a whole number of at least 1")
-    only = text.get("mlp_only_layers")
-    if only is not None and not isinstance(only, list):
-        raise ValueError(f"config.json: mlp_only_layers={only!r} must be a list of layer ids")
 
 
 def _family(raw: dict[str, Any]) -> tuple[str, str]:
