@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang.bundled import resolve_model_path
 from sglang.kernels.ops.cpu import library
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -21,7 +22,7 @@ RELATIVE_ERROR = 1e-4  # of the logits' norm, fp32 against fp32
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
-    return {
+    return {"demo": resolve_model_path("demo")} | {
         arch: str(make_checkpoint(root / arch, arch=arch, dtype="fp32", seed=1, wrapper=False))
         for arch in ARCHITECTURES
     }
@@ -51,7 +52,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, "demo"])
 def test_prefill_and_decode_match_transformers(arch, kernels, checkpoints, references):
     """Any wrong formula, weight cut or cache hand-over shows against an independent model."""
     tokens, want = references[arch]
@@ -59,6 +60,7 @@ def test_prefill_and_decode_match_transformers(arch, kernels, checkpoints, refer
     assert (rig.model.fused_step is not None) == (kernels == "native")
     prefill = rig.run(ForwardMode.EXTEND, [tokens[:80]], [0]).logits
     assert relative_error(prefill, want[:80]) < RELATIVE_ERROR
+    assert relative_error(prefill[1:], want[:79]) > 0.1, "the measure must see a difference"
     for i in range(80, 100):
         logits = rig.run(ForwardMode.DECODE, [[tokens[i]]], [i]).logits
         assert relative_error(logits[0], want[i]) < RELATIVE_ERROR
