@@ -16,8 +16,8 @@ _GAUGES = {
     "mamba_usage": "Part of the recurrent-state slots in use, 0..1",
     "gen_throughput": "Generated tokens per second over the last interval",
     "cache_hit_rate": "Part of recent prompt tokens found in the prefix cache, 0..1",
-    "spec_accept_length": "Tokens per verify step over the last interval, bonus included",
-    "spec_accept_rate": "Part of the drafted tokens that was accepted, 0..1",
+    "spec_accept_length": "Tokens per verify step since start, bonus included",
+    "spec_accept_rate": "Part of the drafted tokens that was accepted since start, 0..1",
     "verify_scratch_bytes": "Bytes of the verify scratch",
     "lossless_bytes_freed": "Bytes that lossless verify saves against snapshots",
 }
