@@ -20,6 +20,23 @@ from sglang.test.front_end_case import FakeServer, is_alive
 register_cpu_ci(est_time=60, suite="e2e")
 
 LOSSLESS = ("--speculative-algorithm", "NEXTN", "--enable-linear-lossless-verify")
+QUESTION = [{"role": "user", "content": "What is the weather?"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Paris", "Oslo"]}, "day": {"$ref": "#/$defs/day"}},
+                "required": ["city", "day"],
+                "additionalProperties": False,
+                "$defs": {"day": {"enum": ["today", "tomorrow"]}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "parameters": {"properties": {}}}},
+]
 PROMPTS = [
     "The captain looked at the sea and",
     "Call me",
@@ -34,6 +51,7 @@ GREEDY = {"max_tokens": 40, "temperature": 0}
 @pytest.fixture(scope="module")
 def server():
     flags = ("--served-model-name", "demo", "--max-total-tokens", "8192", *LOSSLESS)
+    flags += ("--reasoning-parser", "qwen3")
     with FakeServer("demo", *flags, module="sglang.launch_server") as running:
         yield running.wait_ready(60)
 
@@ -157,19 +175,83 @@ def test_logprobs_describe_the_tokens(client):
         assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob)
 
 
-def test_unsupported_constraint_is_refused_by_name_or_served(server):
-    """Catches response_format that is silently ignored."""
-    body = {
-        "messages": [{"role": "user", "content": "hello"}],
-        "max_tokens": 60,
-        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}},
+def thinking(is_on):
+    """Options of a chat that thinks or does not; a bias keeps the thoughts short."""
+    extra = {"chat_template_kwargs": {"enable_thinking": is_on}}
+    return {"extra_body": {**extra, "logit_bias": {"4068": 12}} if is_on else extra}
+
+
+@pytest.mark.parametrize("is_on", [False, True], ids=["plain", "thinking"])
+def test_response_format_is_kept(client, is_on):
+    """Catches content that is no JSON of the schema, with and without thinking (F77, F78)."""
+    schema = {
+        "type": "object",
+        "properties": {"degrees": {"type": "integer", "minimum": -40, "maximum": 60}},
+        "required": ["degrees"],
+        "additionalProperties": False,
     }
-    reply = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
-    if reply.status_code == 200:
-        assert json.loads(reply.json()["choices"][0]["message"]["content"]) in (True, False)
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
+    reply = client.chat.completions.create(
+        model="demo", messages=QUESTION, max_tokens=200, response_format=form, **thinking(is_on)
+    ).choices[0]
+    assert reply.finish_reason == "stop"
+    assert -40 <= json.loads(reply.message.content)["degrees"] <= 60
+    assert bool(reply.message.reasoning_content) == is_on
+
+
+@pytest.mark.parametrize("is_on", [False, True], ids=["plain", "thinking"])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str
+)
+def test_forced_tool_choice_gives_a_valid_call(client, choice, is_on):
+    """Catches a call with markup, with arguments outside its schema, or cut differently when
+    streamed (F84)."""
+    body = {
+        "model": "demo",
+        "messages": QUESTION,
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 250,
+        "temperature": 0,
+        **thinking(is_on),
+    }
+    whole = client.chat.completions.create(**body).choices[0]
+    assert whole.finish_reason == "tool_calls" and not whole.message.content
+    (call,) = whole.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "weather":
+        assert arguments["city"] in ("Paris", "Oslo") and arguments["day"] in ("today", "tomorrow")
     else:
-        error = reply.json()["error"]
-        assert (reply.status_code, error["param"]) == (400, "response_format")
+        assert choice == "required" and isinstance(arguments, dict)
+    pieces = [
+        delta
+        for chunk in client.chat.completions.create(**body, stream=True)
+        for delta in chunk.choices[0].delta.tool_calls or ()
+    ]
+    assert pieces[0].function.name == call.function.name
+    assert "".join(p.function.arguments or "" for p in pieces) == call.function.arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
+         "response_format"),
+        ({"regex": "("}, "regex"),
+        ({"ebnf": "start: nothing"}, "ebnf"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"not": {}}}}],
+          "tool_choice": "required"}, "tool_choice"),
+        ({"regex": "a", "ebnf": 'start: "a"'}, "ebnf"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_constraint_is_a_400_that_names_it(server, options, param, stream):
+    """Catches a constraint that is silently ignored, or a stream that begins before it is read."""
+    body = {"messages": QUESTION, "max_tokens": 5, "stream": stream, **options}
+    reply = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
 def test_hard_kill_leaves_no_scheduler():

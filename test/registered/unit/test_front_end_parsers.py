@@ -333,6 +333,19 @@ def test_forced_choice():
     assert (content, calls) == (text[:20], [])
 
 
+def test_forced_schema_keeps_references():
+    """Catches `$ref` of a tool that points into another tool, or nowhere, once they are joined."""
+    own = {"properties": {"x": {"$ref": "#/$defs/t"}}, "$defs": {"t": {"type": "integer"}}}
+    tools = [{"function": {"name": name, "parameters": own}} for name in "ab"]
+    schema = forced_calls_schema(tools, name=None, single=True)
+    assert schema["maxItems"] == 1
+    for at, call in enumerate(schema["items"]["anyOf"]):
+        assert call["properties"]["parameters"] == {"$ref": f"#/$defs/{at}"}
+        moved = schema["$defs"][str(at)]
+        assert moved["properties"]["x"] == {"$ref": f"#/$defs/{at}/$defs/t"}
+        assert moved["type"] == "object" and moved["$defs"] == own["$defs"]
+
+
 def test_format_is_found_from_the_template():
     """Catches tools that are announced in one format and read in another."""
     assert parser_for_template("... <tool_call>\n<function=x> ...") == "qwen3_coder"
