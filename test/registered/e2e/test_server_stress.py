@@ -134,13 +134,22 @@ VALUES = [
 FIELDS = {
     "/v1/completions": """prompt max_tokens temperature top_p top_k min_p n stream stream_options stop
         stop_token_ids seed presence_penalty frequency_penalty repetition_penalty logit_bias logprobs
-        echo min_tokens ignore_eos skip_special_tokens response_format regex rid priority user model
+        echo min_tokens ignore_eos skip_special_tokens response_format regex ebnf json_schema rid
+        priority user model stop_regex no_stop_trim spaces_between_special_tokens metadata store
         best_of suffix return_token_ids""".split(),
     "/v1/chat/completions": """messages tools tool_choice max_completion_tokens logprobs top_logprobs
         chat_template_kwargs reasoning_effort continue_final_message add_generation_prompt
         separate_reasoning stream_reasoning parallel_tool_calls stream n stop metadata""".split(),
     "/generate": """text input_ids sampling_params rid return_logprob logprob_start_len
-        top_logprobs_num token_ids_logprob return_text_in_logprobs stream priority""".split(),
+        top_logprobs_num token_ids_logprob return_text_in_logprobs return_state_digest
+        return_step_lengths stream priority""".split(),
+    "/v1/responses": """input instructions max_output_tokens stream temperature top_p tools tool_choice
+        parallel_tool_calls text reasoning previous_response_id metadata store user include
+        truncation""".split(),
+    "/v1/messages": """messages max_tokens system stream temperature top_p top_k stop_sequences tools
+        tool_choice thinking metadata""".split(),
+    "/v1/messages/count_tokens": "messages system tools tool_choice thinking".split(),
+    "/flush_cache": ["anything"],
     "/tokenize": "prompt messages tools add_special_tokens chat_template_kwargs".split(),
     "/detokenize": "tokens skip_special_tokens".split(),
     "/abort_request": "rid abort_all".split(),
@@ -149,6 +158,10 @@ GOOD = {
     "/v1/completions": {"prompt": "ab", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "/generate": {"text": "ab", "sampling_params": {"max_new_tokens": 2}},
+    "/v1/responses": {"input": "ab", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
+    "/flush_cache": {},
     "/tokenize": {"prompt": "ab"},
     "/detokenize": {"tokens": [97]},
     "/abort_request": {"rid": "x"},
@@ -166,6 +179,26 @@ def test_nonsense_never_breaks_the_server(server, path):
                 assert reply.status_code in (200, 400), (field, value, reply.text)
                 if reply.status_code == 400:
                     assert reply.json()["error"]["message"], (field, value)
+    assert_clean(server)
+
+
+def test_the_fuzz_covers_every_route(server):
+    """Catches a new POST route that nobody throws nonsense at."""
+    paths = server.get("/openapi.json")["paths"]
+    posts = {path for path, methods in paths.items() if "post" in methods}
+    assert posts - {"/v1/tokenize", "/v1/detokenize"} == set(FIELDS)
+
+
+@pytest.mark.parametrize("path", [p for p in FIELDS if p != "/flush_cache"])
+def test_bodies_that_are_no_json(server, path):
+    """Catches bytes that reach a parser which does not expect them (F88)."""
+    bodies = [
+        *(b"", b"{", b"[]", b"null", b"1", b'"a"', b"\xff\xfe", b'{"a": NaN}', b"{}" * 2),
+        *(b"[" * 100_000, b'{"a":' * 100_000, b'{"prompt": "\xed\xa0\x80"}', b"\x00" * 1000),
+    ]
+    for content in bodies:
+        reply = httpx.post(server.url + path, content=content, timeout=20)
+        assert reply.status_code == 400 and reply.json()["error"]["message"], content[:20]
     assert_clean(server)
 
 
