@@ -77,7 +77,7 @@ class HostTierSize:
 
 
 def _rounded(value: float, rounding: Callable[[float], int]) -> str:
-    """Three significant digits, with ``math.floor`` never above ``value``, with ``math.ceil`` never below."""
+    """Three significant digits, on the side of ``value`` that ``math.floor`` or ``math.ceil`` gives."""
     if value <= 0:
         return "0"
     digits = 2 - math.floor(math.log10(value))

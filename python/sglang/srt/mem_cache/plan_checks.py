@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sglang.srt.mem_cache.plan_gather import PlanInputs
 from sglang.srt.mem_cache.plan_inputs import MemoryPlanError
 from sglang.srt.mem_cache.plan_reserves import ReserveLine
-from sglang.srt.mem_cache.plan_table import human_bytes
+from sglang.srt.mem_cache.plan_table import human_bytes as _size
 from sglang.srt.mem_cache.state_layout import SNAPSHOTS, UPDATE_TUPLES
 from sglang.srt.mem_cache.state_sizing import DEFAULT_MAMBA_SHARE, Division, StateCosts
 
@@ -27,16 +27,16 @@ def static_fraction(inputs: PlanInputs, reserves: tuple[ReserveLine, ...]) -> fl
     if asked is None:
         if largest <= 0:
             raise MemoryPlanError(
-                f"activations, graphs and runtime need {human_bytes(reserved)}, the device has "
-                f"{human_bytes(inputs.memory)}: {_fewer_rows(inputs)}, or use a larger device "
+                f"activations, graphs and runtime need {_size(reserved)}, the device has "
+                f"{_size(inputs.memory)}: {_fewer_rows(inputs)}, or use a larger device "
                 "(--device-memory-gb when planning)"
             )
         return largest
     if asked > largest:
         lower = f"lower it to at most {largest:.3f}, or " if largest > 0 else ""
         raise MemoryPlanError(
-            f"--mem-fraction-static {asked} leaves {human_bytes(inputs.memory * (1 - asked))} for "
-            f"activations, graphs and runtime, which need {human_bytes(reserved)}: {lower}"
+            f"--mem-fraction-static {asked} leaves {_size(inputs.memory * (1 - asked))} for "
+            f"activations, graphs and runtime, which need {_size(reserved)}: {lower}"
             f"{_fewer_rows(inputs)}"
         )
     return asked
@@ -83,23 +83,23 @@ def check_fits(
     if state.slots < inputs.ratio and state.branch != 3:
         raise MemoryPlanError(
             f"--max-mamba-cache-size {args.max_mamba_cache_size} serves no request: it gives "
-            f"{human_bytes(state.slots * costs.slot)}, and each request needs {inputs.ratio} state slots "
-            f"({human_bytes(inputs.ratio * costs.slot)}); raise it to at least {inputs.ratio}, or use "
+            f"{_size(state.slots * costs.slot)}, and each request needs {inputs.ratio} state slots "
+            f"({_size(inputs.ratio * costs.slot)}); raise it to at least {inputs.ratio}, or use "
             "--disable-radix-cache, which needs one"
         )
-    have = f"{human_bytes(budget.static_bytes)} are available"
+    have = f"{_size(budget.static_bytes)} are available"
     needed = _enough(inputs, costs, division, budget)
     more = _more_memory(inputs, needed, budget)
     if budget.static_bytes <= budget.fixed:
         raise MemoryPlanError(
-            f"weights, draft weights and request rows need {human_bytes(budget.fixed)}, {have}: {more}, or "
+            f"weights, draft weights and request rows need {_size(budget.fixed)}, {have}: {more}, or "
             f"lower --context-length {inputs.context} or {_running(inputs)}"
         )
     if state.slots < inputs.ratio:
         raise MemoryPlanError(
-            f"recurrent state needs {human_bytes(_one_request(inputs, costs))} for one request "
+            f"recurrent state needs {_size(_one_request(inputs, costs))} for one request "
             f"({inputs.ratio} slots, padding, two verify rows); its share beside weights of "
-            f"{human_bytes(budget.fixed)} is less: {human_bytes(needed)} are needed in all, {have}: {more}"
+            f"{_size(budget.fixed)} is less: {_size(needed)} are needed in all, {have}: {more}"
             f"{_lossless_hint(inputs)}, raise --mamba-full-memory-ratio above {_share(inputs):g}, or "
             f"set --max-mamba-cache-size {inputs.ratio}"
         )
@@ -107,7 +107,7 @@ def check_fits(
         rows = f", {state.rows} verify rows" if inputs.verifies else ""
         raise MemoryPlanError(
             f"no memory is left for KV: weights, {state.slots} state slots{rows} and {least} tokens "
-            f"need {human_bytes(needed)}, {have}: {more}, or lower {_state_flag(inputs, state.branch)}"
+            f"need {_size(needed)}, {have}: {more}, or lower {_state_flag(inputs, state.branch)}"
             f"{_lossless_hint(inputs)}{_narrower_hint(inputs)}"
         )
 
@@ -173,8 +173,8 @@ def plan_notes(
         price = inputs.bytes_per_token
         notes.append(
             f"the longest request that can run is {largest} tokens, below the context length "
-            f"{inputs.context}, whose KV needs {human_bytes(inputs.context * price)} while "
-            f"{human_bytes(tokens * price)} are there: raise --max-total-tokens or the memory, or lower "
+            f"{inputs.context}, whose KV needs {_size(inputs.context * price)} while "
+            f"{_size(tokens * price)} are there: raise --max-total-tokens or the memory, or lower "
             "--context-length"
         )
     if inputs.args.enable_linear_lossless_verify and inputs.verifies:
@@ -185,7 +185,7 @@ def plan_notes(
             )
     elif charged > scratch:
         notes.append(
-            f"verify scratch is charged {human_bytes(charged)} and takes {human_bytes(scratch)}: conv windows "
+            f"verify scratch is charged {_size(charged)} and takes {_size(scratch)}: conv windows "
             "share columns, the price does not"
         )
     return tuple(notes)
