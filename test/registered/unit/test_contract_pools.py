@@ -197,6 +197,14 @@ def test_lossless_pool():
     assert snapshots.temporal.shape == (2, 7, 2, 8, 8) and snapshots.conv[0].shape == (2, 7, 32, 3)
 
 
+def test_replayssm_and_lossless_exclude_each_other():
+    p = pool(enable_linear_replayssm_spec=True)
+    assert p.mamba_cache.intermediate_ssm is None and p.mamba_cache.intermediate_ssm_u is None
+    assert p.replayssm_spec_fold is True
+    with pytest.raises(ValueError, match="replayssm-spec"):
+        pool(enable_linear_replayssm_spec=True, enable_linear_lossless_verify=True)
+
+
 def test_pool_without_drafts_runs_no_lossless_check():
     for values in ({"speculative_eagle_topk": 4}, {"speculative_eagle_topk": None}):
         p = pool(speculative_num_draft_tokens=None, enable_linear_lossless_verify=True, **values)
