@@ -102,7 +102,7 @@ class Routes:
         methods: list[str],
         body: type | None = None,
     ) -> None:
-        extra = None
+        extra: dict[str, Any] | None = None
         if body is not None:
             (schema,), components = msgspec.json.schema_components(
                 [body], ref_template="#/components/schemas/{name}"
@@ -114,6 +114,10 @@ class Routes:
                     "content": {"application/json": {"schema": schema}},
                 }
             }
+        if "{" in path:
+            name = path.partition("{")[2].partition(":")[0]
+            place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            extra = {"parameters": [place]}
         for method in methods:
             app.add_api_route(
                 path,
