@@ -180,5 +180,18 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*arguments, "--overwrite"]) == 0
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_overwrite_replaces_checkpoints_only(kind: str, tmp_path: Path) -> None:
+    """Catches somebody's folder that a mistyped path deletes."""
+    target = tmp_path / "papers"
+    file = target if kind == "file" else target / "thesis.txt"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("years of work")
+    with pytest.raises(CheckpointError, match="is not a checkpoint and is kept"):
+        make_checkpoint(target, overwrite=True)
+    assert file.read_text() == "years of work"
+    assert list(tmp_path.iterdir()) == [target]
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

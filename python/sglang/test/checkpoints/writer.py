@@ -62,15 +62,15 @@ def write_checkpoint(
         wrapper: nest the text model as the vision-language checkpoints do.
         tie: tie the head to the embedding (no ``lm_head.weight``).
         scale_dtype: dtype of ``weight_scale_inv``, ``bf16`` or ``fp32``.
-        overwrite: replace an existing ``out``.
+        overwrite: replace an existing ``out``, if it is a checkpoint or an empty directory.
 
     Raises:
-        CheckpointError: an impossible combination, or ``out`` exists and ``overwrite`` is false.
+        CheckpointError: an impossible combination, or ``out`` exists and may not be replaced.
     """
     layout = _check(arch, dtype, moe_layout, shards, wrapper, scale_dtype)
     target = Path(out)
-    if target.exists() and not overwrite:
-        raise CheckpointError(f"{target} exists; choose another directory or pass overwrite")
+    if target.exists():
+        _check_replaceable(target, overwrite)
     geo = geometry or default_geometry(dtype)
     tensors = _build_tensors(
         tensor_shapes(arch, geo, tie=tie, mtp=mtp, wrapper=wrapper),
@@ -112,6 +112,14 @@ def _check(
     if layout == "fused" and dtype == "fp8" and arch != "qwen3_5":
         raise CheckpointError("moe_layout fused does not exist in FP8 packs; use per-expert")
     return layout
+
+
+def _check_replaceable(target: Path, overwrite: bool) -> None:
+    if not overwrite:
+        raise CheckpointError(f"{target} exists; choose another directory or pass overwrite")
+    is_checkpoint = target.is_dir() and (target / "config.json").is_file()
+    if not is_checkpoint and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{target} is not a checkpoint and is kept; choose another directory")
 
 
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
