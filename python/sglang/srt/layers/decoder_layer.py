@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from sglang.srt.configs.model_config import FULL_ATTENTION, ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.fp8_linear import keeps_fp8
 from sglang.srt.layers.gated_attention import GatedAttention
 from sglang.srt.layers.gated_delta_net import GatedDeltaNet
 from sglang.srt.layers.layernorm import RMSNorm
@@ -54,8 +55,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """[T, H] residual stream in and out."""
-        x = x + self.mixer(self.input_layernorm(x), fb, backend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        mixed = self.mixer(self.input_layernorm(x), fb, backend)
+        normed, x = self.post_attention_layernorm.after_add(x, mixed)
+        return x + self.mlp(normed)
 
 
 def make_mlp(
@@ -71,6 +73,7 @@ def make_mlp(
             config.intermediate_size,
             device=device,
             dtype=dtype,
+            fp8=keeps_fp8(config, device),
         )
     return SparseMoE(
         hidden_size=config.hidden_size,
@@ -81,4 +84,5 @@ def make_mlp(
         norm_topk_prob=config.norm_topk_prob,
         device=device,
         dtype=dtype,
+        fp8=keeps_fp8(config, device),
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sglang.kernels import triton_support
+from sglang.kernels.ops.fused.rows import sigmoid_mul
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.fp8_linear import keeps_fp8, make_linear
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import Linear
+from sglang.srt.layers.qk_norm_rope import norm_and_rotate
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -33,6 +36,7 @@ class GatedAttention(nn.Module):
         super().__init__()
         self.has_gate = config.attn_output_gate
         head_dim = config.head_dim
+        fp8 = keeps_fp8(config, device)
         self.attn = RadixAttention(
             layer_id=layer_id,
             kv_layer=kv_layer,
@@ -43,19 +47,21 @@ class GatedAttention(nn.Module):
         )
         self.q_rows = config.num_attention_heads * head_dim * (2 if self.has_gate else 1)
         self.kv_rows = config.num_key_value_heads * head_dim
-        self.qkv_proj = Linear(
+        self.qkv_proj = make_linear(
             config.hidden_size,
             self.q_rows + 2 * self.kv_rows,
             device=device,
             dtype=dtype,
             bias=config.attention_bias,
+            fp8=fp8,
         )
-        self.o_proj = Linear(
+        self.o_proj = make_linear(
             config.num_attention_heads * head_dim,
             config.hidden_size,
             device=device,
             dtype=dtype,
             bias=config.attention_bias,
+            fp8=fp8,
         )
         eps = config.rms_norm_eps
         self.q_norm = RMSNorm(head_dim, eps, unit_offset=True, device=device)
@@ -72,9 +78,10 @@ class GatedAttention(nn.Module):
             q, gate = q.chunk(2, dim=-1)
         k = k.view(num_rows, attn.num_kv_heads, attn.head_dim)
         v = v.view(num_rows, attn.num_kv_heads, attn.head_dim)
-        q = self.rotary.rotate(self.q_norm(q), fb.positions)
-        k = self.rotary.rotate(self.k_norm(k), fb.positions)
+        q = norm_and_rotate(q, self.q_norm, self.rotary, fb.positions)
+        k = norm_and_rotate(k, self.k_norm, self.rotary, fb.positions)
         out = backend.forward(q, k, v, attn, fb)
         if gate is not None:
-            out = out * torch.sigmoid(gate)
+            gated = triton_support.runs_on(out)
+            out = sigmoid_mul(out, gate) if gated else out * torch.sigmoid(gate)
         return self.o_proj(out.reshape(num_rows, -1))

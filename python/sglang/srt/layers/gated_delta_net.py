@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.fp8_linear import PartlyFP8Linear, keeps_fp8, make_linear
 from sglang.srt.layers.layernorm import GatedRMSNorm
 from sglang.srt.layers.linear import Linear
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -37,29 +38,36 @@ class GatedDeltaNet(nn.Module):
         )
         heads = config.linear_num_value_heads
         self.in_rows = (config.conv_dim, config.value_dim, heads, heads)
-        self.in_proj = Linear(
-            config.hidden_size,
-            sum(self.in_rows),
-            device=device,
-            dtype=dtype,
-        )
+        size, fp8 = config.hidden_size, keeps_fp8(config, device)
+        self.in_proj: Linear | PartlyFP8Linear
+        if fp8:
+            self.in_proj = PartlyFP8Linear(
+                size,
+                quantized_rows=sum(self.in_rows[:2]),
+                plain_rows=sum(self.in_rows[2:]),
+                device=device,
+                dtype=dtype,
+            )
+        else:
+            self.in_proj = Linear(size, sum(self.in_rows), device=device, dtype=dtype)
         self.norm = GatedRMSNorm(
             config.linear_value_head_dim,
             config.rms_norm_eps,
             activation=config.output_gate_type,
             device=device,
         )
-        self.out_proj = Linear(
+        self.out_proj = make_linear(
             config.value_dim,
-            config.hidden_size,
+            size,
             device=device,
             dtype=dtype,
+            fp8=fp8,
         )
 
     def forward(self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """[T, H] -> [T, H]; advances or records the recurrent state as ``fb`` asks."""
         num_rows = x.shape[0]
-        mixed_qkv, z, b, a = self.in_proj(x).split(self.in_rows, dim=-1)
+        mixed_qkv, z, b, a = self.in_proj.forward_parts(x, self.in_rows)
         out = backend.forward_linear(mixed_qkv, a, b, self.attn, fb)
         gated = self.norm(out, z.view(num_rows, self.attn.num_v_heads, self.attn.head_v_dim))
         return self.out_proj(gated.reshape(num_rows, -1))

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sglang.kernels import triton_support
+from sglang.kernels.ops.fused.rows import add_rms_norm, gated_rms_norm, rms_norm
+
 
 class RMSNorm(nn.Module):
     """``x * rsqrt(mean(x^2) + eps) * scale`` over the last axis, in fp32, cast back at the end.
@@ -21,10 +24,19 @@ class RMSNorm(nn.Module):
         self.unit_offset = unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
+        if triton_support.runs_on(x):
+            return rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset)
         x32 = x.float()
         scale = 1.0 + self.weight if self.unit_offset else self.weight
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return (normed * scale).to(x.dtype)
+
+    def after_add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + delta), x + delta) for x, delta [T, H]; the sum is rounded before the norm."""
+        if triton_support.runs_on(x):
+            return add_rms_norm(x, delta, self.weight, self.eps, unit_offset=self.unit_offset)
+        total = x + delta
+        return self(total), total
 
 
 class GatedRMSNorm(nn.Module):
@@ -40,6 +52,8 @@ class GatedRMSNorm(nn.Module):
         self.activation = activation
 
     def forward(self, o: Tensor, z: Tensor) -> Tensor:
+        if triton_support.runs_on(o):
+            return gated_rms_norm(o, z, self.weight, self.eps, activation=self.activation)
         o32, z32 = o.float(), z.float()
         normed = o32 * torch.rsqrt(o32.square().mean(-1, keepdim=True) + self.eps) * self.weight
         gate = F.silu(z32) if self.activation == "silu" else torch.sigmoid(z32)

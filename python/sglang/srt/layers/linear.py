@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -54,6 +56,10 @@ class Linear(nn.Module):
         else:
             y = plain_linear(x, self.weight)
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def forward_parts(self, x: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
+        """[T, in] -> consecutive parts of ``rows`` output columns."""
+        return self(x).split(list(rows), dim=-1)
 
 
 def padded_storage(rows: int, cols: int, *, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.request_memory import RequestMemory
 from sglang.srt.mem_cache.request_slots import RequestSlots
 from sglang.srt.mem_cache.track import TrackGrids, TrackPolicy
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_loader.loader import WeightSource
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.factory import build_speculation
 from sglang.srt.speculative.simulated_info import simulated_info
@@ -78,7 +79,7 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
         device=device,
         dtype=getattr(torch, args.dtype),
         batch_invariant=args.enable_deterministic_inference,
-        show_progress=sys.stderr.isatty(),
+        weights=WeightSource(args.load_format, sys.stderr.isatty()),
         max_step_rows=plan.max_running_requests * (plan.draft_tokens or 1),
         linear_backends=select_linear_attn_backends(
             args.linear_attn_backend,

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_plan import Pools
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MHATokenToKVPool
 from sglang.srt.model_executor.backends import build_attention_backend, build_target_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, LogitsOutput
-from sglang.srt.model_loader.loader import load_weights
+from sglang.srt.model_loader.loader import WeightSource
 from sglang.srt.models.registry import build_draft_model, build_model
 
 logger = logging.getLogger(__name__)
@@ -32,12 +32,13 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
         batch_invariant: bool,
-        show_progress: bool,
+        weights: WeightSource,
         max_step_rows: int,
         linear_backends: LinearAttnBackends,
     ) -> None:
         self.device = device
         self.dtype = dtype
+        self.weights = weights
         self.model_config = model_config
         self.req_pool: HybridReqToTokenPool = pools.req_pool
         self.kv_pool: MHATokenToKVPool = pools.kv_pool
@@ -56,7 +57,7 @@ class ModelRunner:
             attn_backend=self.attn_backend,
             batch_invariant=batch_invariant,
         )
-        load_weights(self.model, model_config.model_path, progress=show_progress)
+        weights.fill(self.model, model_config.model_path)
 
     def forward(self, fb: ForwardBatch) -> LogitsOutput:
         """Run the target. EXTEND and DECODE advance KV and state; TARGET_VERIFY only records."""
@@ -79,7 +80,6 @@ class DraftModelRunner:
         req_pool: HybridReqToTokenPool,
         kv_pool: MHATokenToKVPool,
         batch_invariant: bool,
-        show_progress: bool,
     ) -> None:
         self.dtype = target.dtype
         self.hidden_size = target.model_config.hidden_size
@@ -99,7 +99,7 @@ class DraftModelRunner:
             attn_backend=self.attn_backend,
             batch_invariant=batch_invariant,
         )
-        load_weights(self.model, draft_config.model_path, progress=show_progress)
+        target.weights.fill(self.model, draft_config.model_path, shared_with=target.model)
 
     def forward(self, fb: ForwardBatch) -> LogitsOutput:
         """Run the draft model; only its KV pool changes."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
+from sglang.kernels.ops.quantization.fp8 import FP8_DTYPE
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization import QuantizationConfig
 from sglang.srt.model_loader.checkpoint_files import SafetensorsFile, tensor_files
+from sglang.srt.model_loader.dummy import load_dummy_weights
 from sglang.srt.model_loader.fp8 import SCALE_SUFFIX, dequantize, is_fp8
 from sglang.srt.model_loader.weight_slots import WeightSlots
 
@@ -26,6 +29,7 @@ UNUSED_ENDINGS = (
     ".attn.k_scale",
     ".attn.v_scale",
 )
+DUMMY = "dummy"
 VISION_PREFIXES = ("model.visual.", "visual.")
 _SHOWN_NAMES = 8
 
@@ -61,10 +65,35 @@ def normalise_name(name: str) -> str:
     return name
 
 
+@dataclass(frozen=True)
+class WeightSource:
+    """Where the weights of a server's models come from: ``--load-format`` and whether to show progress."""
+
+    load_format: str = "auto"
+    progress: bool = False
+
+    def fill(
+        self, model: LoadableModel, path: str, *, shared_with: nn.Module | None = None
+    ) -> None:
+        """Read the checkpoint at ``path``, or draw random weights where the format is dummy.
+
+        ``shared_with`` is a filled model some of whose modules ``model`` uses. Raises: as load_weights.
+        """
+        if self.load_format != DUMMY:
+            load_weights(model, path, progress=self.progress)
+            return
+        logger.warning(
+            "--load-format dummy: %s gets random weights; its answers mean nothing", path
+        )
+        load_dummy_weights(model, shared_with=shared_with)
+        model.finish_loading()
+
+
 def load_weights(model: LoadableModel, path: str, *, progress: bool = False) -> None:
     """Fill ``model`` from the safetensors in the directory ``path``, one tensor at a time.
 
-    Tensors are mapped, cut and copied once into their parameters; FP8 tensors are dequantised.
+    Tensors are read, cut and copied once into their parameters; FP8 tensors are dequantised unless
+    their module keeps them (``layers/fp8_linear.py``).
     Raises:
         FileNotFoundError: no weights there, or an incomplete download.
         ValueError: a tensor is missing, unknown, of the wrong shape, or FP8 without its scale.
@@ -84,7 +113,9 @@ def load_weights(model: LoadableModel, path: str, *, progress: bool = False) -> 
             if name not in slots.slots:
                 unknown.append(raw_name)
                 continue
-            _fill(slots, name, reader.read(raw_name), raw_name)
+            keep = slots.slots[name].copies[0][0].dtype == FP8_DTYPE
+            tensor = reader.read_fp8(raw_name) if keep else reader.read(raw_name)
+            _fill(slots, name, tensor, raw_name)
             seen.add(name)
     _check_complete(slots.missing(seen), unknown, path)
     if skipped_vision:
@@ -95,7 +126,8 @@ def load_weights(model: LoadableModel, path: str, *, progress: bool = False) -> 
 def _is_skipped(name: str, model: LoadableModel, slots: WeightSlots) -> bool:
     if name in slots.ignored or name.endswith(UNUSED_ENDINGS):
         return True
-    if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in slots.slots:
+    is_scale = name.endswith(SCALE_SUFFIX) and name not in slots.slots
+    if is_scale and name.removesuffix(SCALE_SUFFIX) in slots.slots:
         return True
     return name.startswith(model.skipped_prefixes)
 
@@ -144,6 +176,22 @@ class _Reader:
             self.__exit__()
             self._file = SafetensorsFile(path)
         return self._file.read(name)
+
+    def read_fp8(self, name: str) -> Tensor:
+        """An FP8 tensor as stored, for a module that keeps it; its scale is a tensor of its own.
+
+        Raises:
+            ValueError: it is stored in another dtype, or has no scale.
+        """
+        tensor = self._get(name)
+        if not is_fp8(tensor):
+            raise ValueError(
+                f"{name} is {tensor.dtype}, but this kind of module is kept in float8 on a GPU; use a "
+                "pack that quantises all of them, or an unquantised one"
+            )
+        if name + SCALE_SUFFIX not in self.names:
+            raise ValueError(f"{name} is float8 but {name + SCALE_SUFFIX} is missing")
+        return tensor
 
     def read(self, name: str) -> Tensor:
         """The tensor as stored, or in fp32 if it is FP8 with a scale."""

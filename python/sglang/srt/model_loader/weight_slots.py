@@ -5,16 +5,22 @@ Names are normalised: ``model.`` for the text backbone, ``lm_head.``, ``mtp.``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from sglang.kernels.ops.quantization.fp8 import GROUP
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.decoder_layer import DecoderLayer
+from sglang.srt.layers.fp8_linear import FP8Linear, PartlyFP8Linear
 from sglang.srt.layers.gated_attention import GatedAttention
 from sglang.srt.layers.gated_delta_net import GatedDeltaNet
+from sglang.srt.layers.gpu_experts import GpuExperts
+from sglang.srt.layers.linear import Linear
 from sglang.srt.layers.mlp import DenseMLP
 from sglang.srt.layers.moe import SparseMoE
+from sglang.srt.model_loader.fp8 import SCALE_SUFFIX
 
 Cut = tuple[slice, ...]
 WHOLE: Cut = (slice(None),)
@@ -65,6 +71,27 @@ class WeightSlots:
     ) -> None:
         self.slots[name] = WeightSlot(shape, view, copies)
 
+    def add_rows(
+        self, names: Sequence[str], linear: Linear | FP8Linear, rows: Sequence[int]
+    ) -> None:
+        """Consecutive parts of ``rows`` output rows from ``{name}.weight``, and of an FP8 map their scales.
+
+        Raises:
+            ValueError: a part but the last ends inside a scale block.
+        """
+        for name, part in zip(names, linear.weight.split(list(rows)), strict=True):
+            self.add(f"{name}.weight", part)
+        if not isinstance(linear, FP8Linear):
+            return
+        if any(count % GROUP for count in rows[:-1]):
+            raise ValueError(
+                f"FP8 parts {', '.join(names)} have {', '.join(map(str, rows))} rows; all but the last "
+                f"must be multiples of {GROUP} to share a scale tensor"
+            )
+        blocks = [-(-count // GROUP) for count in rows]
+        for name, part in zip(names, linear.weight_scale.split(blocks), strict=True):
+            self.add(f"{name}.weight{SCALE_SUFFIX}", part)
+
     def ignore(self, name: str) -> None:
         self.ignored.add(name)
 
@@ -103,73 +130,78 @@ def _layer_slots(slots: WeightSlots, prefix: str, layer: DecoderLayer, config: M
 
 
 def _attention_slots(slots: WeightSlots, prefix: str, mixer: GatedAttention) -> None:
-    parts = mixer.qkv_proj.weight.split((mixer.q_rows, mixer.kv_rows, mixer.kv_rows))
     names = ("q_proj", "k_proj", "v_proj")
-    for name, weight in zip(names, parts):
-        slots.add(f"{prefix}{name}.weight", weight)
-    slots.add(f"{prefix}o_proj.weight", mixer.o_proj.weight)
+    rows = (mixer.q_rows, mixer.kv_rows, mixer.kv_rows)
+    slots.add_rows([f"{prefix}{name}" for name in names], mixer.qkv_proj, rows)
+    slots.add_rows([f"{prefix}o_proj"], mixer.o_proj, [mixer.o_proj.out_features])
     slots.add(f"{prefix}q_norm.weight", mixer.q_norm.weight)
     slots.add(f"{prefix}k_norm.weight", mixer.k_norm.weight)
     if mixer.qkv_proj.bias is not None and mixer.o_proj.bias is not None:
-        biases = mixer.qkv_proj.bias.split((mixer.q_rows, mixer.kv_rows, mixer.kv_rows))
+        biases = mixer.qkv_proj.bias.split(rows)
         for name, bias in zip(names, biases):
             slots.add(f"{prefix}{name}.bias", bias)
         slots.add(f"{prefix}o_proj.bias", mixer.o_proj.bias)
 
 
 def _gdn_slots(slots: WeightSlots, prefix: str, mixer: GatedDeltaNet, config: ModelConfig) -> None:
-    qkv, z, b, a = mixer.in_proj.weight.split(mixer.in_rows)
     if config.family == "qwen3_next":
         _interleaved_gdn_slots(slots, prefix, mixer, config)
     else:
-        for name, part in (("qkv", qkv), ("z", z), ("b", b), ("a", a)):
-            slots.add(f"{prefix}in_proj_{name}.weight", part)
+        names = [f"{prefix}in_proj_{part}" for part in ("qkv", "z", "b", "a")]
+        if isinstance(mixer.in_proj, PartlyFP8Linear):
+            slots.add_rows(names[:2], mixer.in_proj.quantized, mixer.in_rows[:2])
+            slots.add_rows(names[2:], mixer.in_proj.plain, mixer.in_rows[2:])
+        else:
+            slots.add_rows(names, mixer.in_proj, mixer.in_rows)
     conv = mixer.attn.conv_weights
     slots.add(f"{prefix}conv1d.weight", conv, shape=(conv.shape[0], 1, conv.shape[1]))
     slots.add(f"{prefix}A_log", mixer.attn.A_log)
     slots.add(f"{prefix}dt_bias", mixer.attn.dt_bias)
     slots.add(f"{prefix}norm.weight", mixer.norm.weight)
-    slots.add(f"{prefix}out_proj.weight", mixer.out_proj.weight)
+    slots.add_rows([f"{prefix}out_proj"], mixer.out_proj, [mixer.out_proj.out_features])
 
 
 def _interleaved_gdn_slots(
     slots: WeightSlots, prefix: str, mixer: GatedDeltaNet, config: ModelConfig
 ) -> None:
     """Qwen3-Next: rows grouped by key head, ``q | k | v.. | z..`` and ``b.. | a..`` per group."""
-    groups, size = config.linear_num_key_heads, config.hidden_size
-    k_dim = config.linear_key_head_dim
-    per_group = config.linear_num_value_heads // groups
-    v_rows = per_group * config.linear_value_head_dim
-    qkv, z, b, a = mixer.in_proj.weight.split(mixer.in_rows)
-    q, k, v = qkv.split((config.key_dim, config.key_dim, config.value_dim))
+    heads = config.linear_num_value_heads
+    qkvz_rows = (config.key_dim, config.key_dim, config.value_dim, config.value_dim)
+    qkvz, ba = f"{prefix}in_proj_qkvz.weight", f"{prefix}in_proj_ba.weight"
+    groups = config.linear_num_key_heads
+    if isinstance(mixer.in_proj, PartlyFP8Linear):
+        quantized = mixer.in_proj.quantized
+        if config.linear_key_head_dim % GROUP or config.linear_value_head_dim % GROUP:
+            raise ValueError(
+                f"{qkvz} is FP8 with heads of {config.linear_key_head_dim} and "
+                f"{config.linear_value_head_dim} rows; they must be multiples of {GROUP}"
+            )
+        blocks = [rows // GROUP for rows in qkvz_rows]
+        _add_grouped(slots, qkvz, quantized.weight, qkvz_rows, groups)
+        _add_grouped(slots, qkvz + SCALE_SUFFIX, quantized.weight_scale, blocks, groups)
+        _add_grouped(slots, ba, mixer.in_proj.plain.weight, (heads, heads), groups)
+        return
+    first, last = mixer.in_proj.weight.split((sum(mixer.in_rows[:2]), 2 * heads))
+    _add_grouped(slots, qkvz, first, qkvz_rows, groups)
+    _add_grouped(slots, ba, last, (heads, heads), groups)
 
-    def cuts(parts: tuple[tuple[Tensor, int], ...]) -> tuple[tuple[Tensor, Cut], ...]:
-        start, copies = 0, []
-        for dest, rows in parts:
-            cut = (slice(None), slice(start, start + rows))
-            copies.append((dest.view(groups, rows, size), cut))
-            start += rows
-        return tuple(copies)
 
-    slots.add_cut(
-        f"{prefix}in_proj_qkvz.weight",
-        shape=(sum(mixer.in_rows[:2]), size),
-        view=(groups, 2 * k_dim + 2 * v_rows, size),
-        copies=cuts(((q, k_dim), (k, k_dim), (v, v_rows), (z, v_rows))),
-    )
-    slots.add_cut(
-        f"{prefix}in_proj_ba.weight",
-        shape=(sum(mixer.in_rows[2:]), size),
-        view=(groups, 2 * per_group, size),
-        copies=cuts(((b, per_group), (a, per_group))),
-    )
+def _add_grouped(
+    slots: WeightSlots, name: str, dest: Tensor, rows: Sequence[int], groups: int
+) -> None:
+    """``dest`` holds parts of ``rows``; the source holds group by group what each part has of it."""
+    size, start, copies = dest.shape[1], 0, []
+    for part, count in zip(dest.split(list(rows)), rows, strict=True):
+        own = count // groups
+        copies.append((part.view(groups, own, size), (slice(None), slice(start, start + own))))
+        start += own
+    slots.add_cut(name, shape=(sum(rows), size), view=(groups, start, size), copies=tuple(copies))
 
 
 def _mlp_slots(slots: WeightSlots, prefix: str, mlp: DenseMLP) -> None:
-    gate, up = mlp.gate_up.weight.split(mlp.intermediate_size)
-    slots.add(f"{prefix}gate_proj.weight", gate)
-    slots.add(f"{prefix}up_proj.weight", up)
-    slots.add(f"{prefix}down_proj.weight", mlp.down.weight)
+    names = [f"{prefix}gate_proj", f"{prefix}up_proj"]
+    slots.add_rows(names, mlp.gate_up, [mlp.intermediate_size] * 2)
+    slots.add_rows([f"{prefix}down_proj"], mlp.down, [mlp.down.out_features])
 
 
 def _moe_slots(slots: WeightSlots, prefix: str, moe: SparseMoE) -> None:
@@ -178,6 +210,9 @@ def _moe_slots(slots: WeightSlots, prefix: str, moe: SparseMoE) -> None:
     slots.add(f"{prefix}shared_expert_gate.weight", moe.shared_expert_gate.weight)
     _mlp_slots(slots, f"{prefix}shared_expert.", moe.shared_expert)
     experts = moe.experts
+    if isinstance(experts, GpuExperts) and experts.gate_up_scale is not None:
+        _fp8_expert_slots(slots, f"{prefix}experts.", experts)
+        return
     fused = (f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj")
     slots.add(fused[0], experts.gate_up)
     slots.add(fused[1], experts.down)
@@ -189,3 +224,23 @@ def _moe_slots(slots: WeightSlots, prefix: str, moe: SparseMoE) -> None:
             single.append(f"{prefix}experts.{e}.{name}.weight")
             slots.add(single[-1], dest)
     slots.alternatives.append((frozenset(fused), frozenset(single)))
+
+
+def _fp8_expert_slots(slots: WeightSlots, prefix: str, experts: GpuExperts) -> None:
+    """Expert by expert, the only layout of FP8 packs.
+
+    Raises:
+        ValueError: gate and up would share a scale block.
+    """
+    size = experts.intermediate_size
+    if size % GROUP:
+        raise ValueError(
+            f"{prefix}0.gate_proj.weight is FP8 with {size} rows; they must be a multiple of {GROUP}"
+        )
+    sides = (("weight", size), (f"weight{SCALE_SUFFIX}", size // GROUP))
+    tensors = ((experts.gate_up, experts.down), (experts.gate_up_scale, experts.down_scale))
+    for (suffix, rows), (gate_up, down) in zip(sides, tensors, strict=True):
+        for e in range(gate_up.shape[0]):
+            gate, up = gate_up[e].split(rows)
+            for name, dest in (("gate_proj", gate), ("up_proj", up), ("down_proj", down[e])):
+                slots.add(f"{prefix}{e}.{name}.{suffix}", dest)

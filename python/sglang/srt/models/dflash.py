@@ -8,6 +8,7 @@ Source of the format: docs/design/drafters.md.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -165,8 +166,6 @@ class DFlashDraftModel(nn.Module):
         super().__init__()
         check_draft_config(config, target, mask_token_id)
         self.config = config
-        self.checkpoint_names = checkpoint_names(config.model_path)
-        self.prefix = "model." if "model.fc.weight" in self.checkpoint_names else ""
         self._target = (target,)  # in a tuple, so that its weights are not registered as ours
         self.attn_backend = attn_backend
         self.mask_token_id = mask_token_id
@@ -183,6 +182,15 @@ class DFlashDraftModel(nn.Module):
         )
         self.block_step: BlockStep | None = None
         self.mask_embedding = _read_mask_embedding(config, device, target.activation_dtype)
+
+    @cached_property
+    def checkpoint_names(self) -> frozenset[str]:
+        """Tensor names of the checkpoint; read when weights are, because random ones need no files."""
+        return checkpoint_names(self.config.model_path)
+
+    @property
+    def prefix(self) -> str:
+        return "model." if "model.fc.weight" in self.checkpoint_names else ""
 
     def write_context(
         self, taps: Tensor, positions: Tensor, store: StoreKV, *, end_position: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.memory_plan import Pools
 from sglang.srt.model_executor.backends import build_attention_backend
 from sglang.srt.model_executor.model_runner import DraftModelRunner, ModelRunner
-from sglang.srt.model_loader.loader import load_weights
 from sglang.srt.models.dflash import DFlashDraftModel
 from sglang.srt.models.dflash2 import DFlash2DraftModel
 from sglang.srt.models.dspark import DSparkDraftModel
@@ -67,7 +65,6 @@ def _build_mtp(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
         req_pool=pools.req_pool,
         kv_pool=pools.draft_kv_pool,
         batch_invariant=args.enable_deterministic_inference,
-        show_progress=sys.stderr.isatty(),
     )
     rule = select_accept_rule(args, draws_by_default=False)
     policy = _step_policy(args)
@@ -146,7 +143,7 @@ def _build_block(args: ServerArgs, runner: ModelRunner, pools: Pools) -> Built:
             head_dim=config.head_dim,
         ),
     )
-    load_weights(model, config.model_path, progress=sys.stderr.isatty())
+    runner.weights.fill(model, config.model_path)
     block_runner = BlockRunner(model, req_pool=pools.req_pool, kv_pool=pools.draft_kv_pool)
     width = args.speculative_num_draft_tokens
     has_probs = isinstance(model, (DFlash2DraftModel, DSparkDraftModel))
