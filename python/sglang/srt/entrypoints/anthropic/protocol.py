@@ -51,6 +51,8 @@ def to_chat(request: MessagesRequest | CountTokensRequest) -> ChatCompletionRequ
     if request.tools:
         chat.tools = [_tool(tool, index) for index, tool in enumerate(request.tools)]
     chat.tool_choice = _tool_choice(request.tool_choice)
+    if request.tool_choice is not None and request.tool_choice.get("disable_parallel_tool_use"):
+        chat.parallel_tool_calls = False
     if request.thinking is not None:
         chat.chat_template_kwargs = {"enable_thinking": request.thinking.get("type") == "enabled"}
     if isinstance(request, MessagesRequest):

@@ -59,6 +59,7 @@ def to_chat(request: ResponsesRequest) -> ChatCompletionRequest:
         top_p=request.top_p,
         response_format=_response_format(request.text),
         tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
     )
     if request.tools:
         chat.tools = [_tool(tool, index) for index, tool in enumerate(request.tools)]
