@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from sglang.srt.mem_cache.integrity import IntegrityError
+from sglang.srt.mem_cache.radix.node import token_key
 from sglang.srt.mem_cache.request_memory import RequestMemory
 from sglang.srt.mem_cache.request_slots import RequestSlots
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -323,8 +324,19 @@ def test_arrays_and_lists_are_the_same_prefix():
     rig.finish(run(rig, prompt_of(300), 2))
     as_list = rig.memory.match(prompt_of(300))
     assert rig.memory.match(np.array(prompt_of(300))) == as_list
-    with pytest.raises(ValueError, match="token_ids"):
-        rig.memory.match([-1, 3])
+    for wrong in (
+        [-1, 3],
+        [3, 1 << 31],
+        [3, 1 << 40],
+        [[1, 2]],
+        np.array([-1]),
+        np.array([1 << 31]),
+    ):
+        with pytest.raises(ValueError, match="token_ids"):
+            rig.memory.match(wrong)
+    top = [0, 5, (1 << 31) - 1]
+    assert token_key([]) == b"" and token_key(top) == np.array(top, dtype="<i4").tobytes()
+    assert token_key(tuple(top)) == token_key(np.array(top)) == token_key(top)
 
 
 if __name__ == "__main__":

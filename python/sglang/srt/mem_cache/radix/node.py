@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -16,7 +18,7 @@ def token_key(token_ids: Sequence[int] | np.ndarray) -> bytes:
     An int32 or int64 array costs far less to pack than a list of Python integers.
     Raises: ValueError for ids below 0 or above int32.
     """
-    tokens = np.asarray(token_ids, dtype=np.int64)
+    tokens = _as_array(token_ids)
     if tokens.ndim != 1:
         raise ValueError(f"token_ids must be one-dimensional, got shape {tokens.shape}")
     if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > _MAX_TOKEN_ID):
@@ -24,6 +26,13 @@ def token_key(token_ids: Sequence[int] | np.ndarray) -> bytes:
             f"token_ids must lie in 0..{_MAX_TOKEN_ID}, got {tokens.min()}..{tokens.max()}"
         )
     return tokens.astype("<i4").tobytes()
+
+
+def _as_array(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    if isinstance(token_ids, list):
+        with suppress(TypeError, OverflowError):  # what does not fit is named by the slower way
+            return np.array(array("i", token_ids), dtype=np.int32)
+    return np.asarray(token_ids, dtype=np.int64)
 
 
 def common_prefix_tokens(a: bytes, b: bytes, b_offset: int, max_tokens: int) -> int:
