@@ -65,12 +65,11 @@ def test_quantised_rows_agree_with_the_reference(columns):
     ("rows", "columns", "depth"), [(3, 64, 256), (21, 200, 384), (2, 130, 200)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_product_agrees_with_the_reference(rows, columns, depth, dtype, monkeypatch):
+def test_product_agrees_with_the_reference(rows, columns, depth, dtype):
     """Scale of a neighbouring block, a lost remainder of M, N or K."""
-    monkeypatch.setattr("sglang.kernels.ops.quantization.fp8.dense_tile", lambda m, n: TILE)
     weight, scale = weight_of(columns, depth)
     x = draw(rows, depth).to(dtype)
-    got = block_scaled_linear(x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE)).cpu()
+    got = block_scaled_linear(x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE), tile=TILE).cpu()
     want = product_reference(x, weight, scale)
     assert got.dtype == dtype
     bound = 1e-5 if dtype == torch.float32 and triton_support.INTERPRETING else 8e-3
@@ -79,14 +78,15 @@ def test_product_agrees_with_the_reference(rows, columns, depth, dtype, monkeypa
     assert ((shifted - want).norm() / want.norm()) > 0.05
 
 
-def test_a_row_does_not_depend_on_its_batch(monkeypatch):
+def test_a_row_does_not_depend_on_its_batch():
     """Split sums, or a tile chosen by the number of rows within one table."""
-    monkeypatch.setattr("sglang.kernels.ops.quantization.fp8.dense_tile", lambda m, n: TILE)
     weight, scale = (t.to(DEVICE) for t in weight_of(64, 256))
     x = draw(19, 256).to(DEVICE, torch.bfloat16)
-    together = block_scaled_linear(x, weight, scale)
+    together = block_scaled_linear(x, weight, scale, tile=TILE)
     for row in (0, 7, 18):
-        assert torch.equal(block_scaled_linear(x[row : row + 1], weight, scale)[0], together[row])
+        assert torch.equal(
+            block_scaled_linear(x[row : row + 1], weight, scale, tile=TILE)[0], together[row]
+        )
 
 
 def test_no_rows_and_wrong_scales():

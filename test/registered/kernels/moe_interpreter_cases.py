@@ -18,12 +18,7 @@ TILES = {
     "weights_first": launch.ExpertTile(16, 64, 32, 4, 2, weights_first=True),
     "rows_first": launch.ExpertTile(16, 32, 32, 4, 2, weights_first=False),
 }
-
-
-@pytest.fixture(params=list(TILES))
-def small_tile(request, monkeypatch):
-    tile = TILES[request.param]
-    monkeypatch.setattr("sglang.kernels.ops.moe.experts.expert_tile", lambda rows: tile)
+BOTH_TILES = pytest.mark.parametrize("tile", list(TILES.values()), ids=list(TILES))
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -78,17 +73,20 @@ def expert_case(rows: int, *, experts=4, size=64, inner=32, top_k=2):
 
 
 def run(x, weights, chosen, gate_up, down, **more):
-    return run_experts(*(t.to(DEVICE) for t in (x, weights, chosen, gate_up, down)), **more).cpu()
+    options = {"tile": TILES["weights_first"]} | more
+    return run_experts(
+        *(t.to(DEVICE) for t in (x, weights, chosen, gate_up, down)), **options
+    ).cpu()
 
 
-@pytest.mark.usefixtures("small_tile")
+@BOTH_TILES
 @pytest.mark.parametrize("rows", [1, 21])
-def test_experts_agree_with_the_reference(rows):
+def test_experts_agree_with_the_reference(rows, tile):
     """Rows that go to another expert, gate and up exchanged, a pair that returns to another row."""
     case = expert_case(rows)
     bound = 1e-5 if triton_support.INTERPRETING else 1e-4
     want = experts_reference(*case)
-    assert ((run(*case) - want).norm() / want.norm()) < bound
+    assert ((run(*case, tile=tile) - want).norm() / want.norm()) < bound
     x, weights, chosen, gate_up, down = case
     other = experts_reference(x, weights, chosen.flip(1), gate_up, down)
     assert ((other - want).norm() / want.norm()) > 0.1
@@ -111,20 +109,20 @@ def test_skipped_pairs_add_nothing_and_need_no_memory():
     )
 
 
-@pytest.mark.usefixtures("small_tile")
-def test_a_row_does_not_depend_on_its_batch():
+@BOTH_TILES
+def test_a_row_does_not_depend_on_its_batch(tile):
     case = expert_case(21)
     x, weights, chosen, gate_up, down = (t.to(DEVICE) for t in case)
     x, gate_up, down = x.bfloat16(), gate_up.bfloat16(), down.bfloat16()
-    together = run_experts(x, weights, chosen, gate_up, down)
+    together = run_experts(x, weights, chosen, gate_up, down, tile=tile)
     for row in (0, 13, 20):
         cut = slice(row, row + 1)
-        alone = run_experts(x[cut], weights[cut], chosen[cut], gate_up, down)
+        alone = run_experts(x[cut], weights[cut], chosen[cut], gate_up, down, tile=tile)
         assert torch.equal(alone[0], together[row])
 
 
-@pytest.mark.usefixtures("small_tile")
-def test_fp8_experts_agree_with_the_dequantised_ones():
+@BOTH_TILES
+def test_fp8_experts_agree_with_the_dequantised_ones(tile):
     """Scales of another expert or block; activations that were not scaled back."""
     x, weights, chosen, gate_up, down = expert_case(9, size=256, inner=128)
     gate_up[1] *= 20
@@ -139,6 +137,7 @@ def test_fp8_experts_agree_with_the_dequantised_ones():
         quantised["down"][0],
         gate_up_scale=quantised["gate_up"][1],
         down_scale=quantised["down"][1],
+        tile=tile,
     ).cpu()
     want = experts_reference(x, weights, chosen, gate_up, down)
     # Two roundings of activations to 3 bits of mantissa; the interpreter also drops carries of its cast.

@@ -124,15 +124,17 @@ def run_experts(
     down_scale: Tensor | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    tile: ExpertTile | None = None,
 ) -> Tensor:
     """Routed experts and the gated shared expert's output, [T, H] in x's dtype.
 
     x [T, H]; weights [T, top_k]; chosen [T, top_k] int32, -1 skips; gate_up [E, 2I, H], gate rows first;
-    down [E, H, I]; scales as of ``grouped_linear``; shared, shared_gate as of ``combine``.
+    down [E, H, I]; scales as of ``grouped_linear``; shared, shared_gate as of ``combine``;
+    tile: of the table unless given.
     """
     if not x.shape[0]:
         return torch.empty_like(x)
-    tile = expert_tile(x.shape[0])
+    tile = tile or expert_tile(x.shape[0])
     order = order_by_expert(chosen, gate_up.shape[0], tile.block_m)
     num_pairs = chosen.numel()
     both = grouped_linear(x, gate_up, gate_up_scale, order, tile, num_pairs=num_pairs)

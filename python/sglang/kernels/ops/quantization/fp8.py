@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
-from sglang.kernels.ops.quantization.launch import dense_tile
+from sglang.kernels.ops.quantization.launch import GemmTile, dense_tile
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.quantization.fp8_kernels import (
@@ -58,11 +58,13 @@ def check_block_scales(weight: Tensor, scale: Tensor) -> None:
         )
 
 
-def block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+def block_scaled_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, *, tile: GemmTile | None = None
+) -> Tensor:
     """``x W^T`` with both sides in FP8.
 
     x [M, K] any float dtype, quantised here; weight [N, K] e4m3; weight_scale [ceil(N/128), ceil(K/128)]
-    fp32. Returns [M, N] in x's dtype. Products of a 128-wide block are summed by the tensor core, scaled
+    fp32; tile: of the table unless given. Returns [M, N] in x's dtype. Products of a 128-wide block are summed by the tensor core, scaled
     in fp32 and added in ascending order, so a row does not depend on the other rows of its table.
     Raises: ValueError if the scales do not fit the weight.
     """
@@ -72,7 +74,7 @@ def block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tens
     if not out.numel():
         return out
     (num_rows, depth), num_columns = x.shape, weight.shape[0]
-    tile = dense_tile(num_rows, num_columns)
+    tile = tile or dense_tile(num_rows, num_columns)
     grid = (-(-num_rows // tile.block_m) * -(-num_columns // tile.block_n),)
     block_scaled_gemm_kernel[grid](
         q,
