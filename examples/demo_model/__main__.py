@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import datetime
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -55,10 +56,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--data", type=Path, required=True)
         command.add_argument("--out", type=Path, required=True, help="directory of the checkpoints")
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--seed", type=_seed, default=0)
         command.add_argument("--smoke", action="store_true", help="a tiny model, a few steps")
         command.add_argument(
-            "--scale", type=float, default=1.0, help="multiply the length of every stage"
+            "--scale", type=_scale, default=1.0, help="multiply the length of every stage"
         )
         if name == "train":
             command.add_argument(
@@ -77,6 +78,32 @@ def _parser() -> argparse.ArgumentParser:
                 help="drafters to train; --out must already hold the others",
             )
     return parser
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative; give 0 or more")
+    return value
+
+
+def _scale(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise DemoModelError(
+            f"--device {name} cannot be used here ({reason}); give cpu or cuda"
+        ) from error
+    return device
 
 
 def _scaled(plan: Plan, scale: float) -> Plan:
@@ -146,7 +173,9 @@ def _run(options: argparse.Namespace) -> None:
     corpus = corpus_module.load(options.data)
     plan = _scaled(SMOKE_PLAN if options.smoke else FULL_PLAN, options.scale)
     graphs = options.command == "train" and not options.no_graphs
-    device = Device(torch.device(options.device), graphs)
+    device = Device(_device(options.device), graphs)
+    if options.out.exists() and not options.out.is_dir():
+        raise DemoModelError(f"--out {options.out} is a file; give a directory")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.command == "train":
         _train(options, plan, corpus, device)

@@ -24,7 +24,7 @@ from examples.demo_model.tokenizer import (
     write_tokenizer,
 )
 
-FORMAT = 1
+FORMAT = 2
 HELD_OUT_SHARE = 50  # one document in this many
 MAX_CONTEXT = 8192
 
@@ -103,6 +103,7 @@ def write_tokens(
         "packages": packages,
         **_write_chat(tokenizer, examples, scratch),
     }
+    manifest["files"] = {file.name: _digest(file) for file in sorted(scratch.glob("*.bin"))}
     (scratch / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     target = directory / "tokens"
     shutil.rmtree(target, ignore_errors=True)
@@ -113,8 +114,8 @@ def load(directory: Path) -> Corpus:
     """Read what :func:`build` wrote.
 
     Raises:
-        DemoModelError: nothing is there, the build is of another format, or the tokenizer is not
-            the one that made the tokens.
+        DemoModelError: nothing is there, the build is of another format, a file is missing or
+            damaged, or the tokenizer is not the one that made the tokens.
     """
     home = directory / "tokens"
     if not (home / "manifest.json").is_file():
@@ -128,21 +129,26 @@ def load(directory: Path) -> Corpus:
             f"the corpus in {directory} has format {manifest['format']}, this program reads "
             f"{FORMAT}; delete {home} and build it again"
         )
+    for name in ("tokenizer.json", *manifest["files"]):
+        if not (home / name).is_file():
+            raise DemoModelError(
+                f"{home / name} is missing; delete {home} and build the corpus again"
+            )
     if _digest(home / "tokenizer.json") != manifest["tokenizer_sha256"]:
         raise DemoModelError(
             f"{home / 'tokenizer.json'} is not the tokenizer that made the tokens beside it; "
             f"delete {home} and build the corpus again"
         )
-    repeats = {source.name: source.repeat for source in SOURCES}
-    streams = []
-    for name, count in manifest["train_tokens"].items():
-        tokens = _read_tokens(home / f"train_{name}.bin")
-        if len(tokens) != count:
+    for name, digest in manifest["files"].items():
+        if _digest(home / name) != digest:
             raise DemoModelError(
-                f"train_{name}.bin holds {len(tokens)} tokens, the manifest says {count}; "
-                f"delete {home} and build the corpus again"
+                f"{home / name} is damaged; delete {home} and build the corpus again"
             )
-        streams.append(TokenStream(name, tokens, repeats[name]))
+    repeats = {source.name: source.repeat for source in SOURCES}
+    streams = [
+        TokenStream(name, _read_tokens(home / f"train_{name}.bin"), repeats[name])
+        for name in manifest["train_tokens"]
+    ]
     return Corpus(
         train=streams,
         held_out=_read_tokens(home / "held_out.bin"),

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -272,6 +273,50 @@ def test_errors_say_what_to_do(data: Path, tmp_path: Path, capsys: pytest.Captur
 
     assert main(["evaluate", *_train_arguments(data, out)[1:]]) == 2
     assert "train the models first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["chat.bin", "held_out.bin", "train_austen.bin"])
+def test_a_damaged_corpus_is_found_before_training(name: str, data: Path, tmp_path: Path) -> None:
+    """Catches a file cut short that stops the run half-way, or that nobody notices."""
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    file = copy / "tokens" / name
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(DemoModelError, match=f"{name} is damaged; delete"):
+        corpus_module.load(copy)
+    file.unlink()
+    with pytest.raises(DemoModelError, match=f"{name} is missing; delete"):
+        corpus_module.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--scale", "0", "not a positive number"),
+        ("--scale", "nan", "not a positive number"),
+        ("--seed", "-1", "negative"),
+        ("--device", "abacus", "--device abacus cannot be used here"),
+        ("--out", "README.md", "is a file; give a directory"),
+    ],
+)
+def test_bad_flags_are_named(
+    flag: str,
+    value: str,
+    words: str,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a traceback, and a run of no steps, in place of a message."""
+    monkeypatch.chdir(Path(__file__).parents[3])
+    try:
+        status = main([*_train_arguments(data, tmp_path / "out"), flag, value])
+    except SystemExit as stop:  # argparse
+        status = stop.code
+    assert status == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_progress_of_another_run_is_refused(
