@@ -176,6 +176,9 @@ def _build_host_tier(args: ServerArgs, pools: Pools, tree: RadixCache) -> Hierar
         default = Path.home() / ".cache" / "sglang-lossless" / "hicache"
         storage_dir = Path(args.hicache_storage_dir or default)
     folder = Path(resolve_model_path(args.model_path))
+    folders = [folder]
+    if args.speculative_draft_model_path is not None:
+        folders.append(Path(resolve_model_path(args.speculative_draft_model_path)))
     drafts = [pools.draft_kv_pool] if pools.draft_kv_pool is not None else []
     return build_host_tier(
         tree=tree,
@@ -192,7 +195,7 @@ def _build_host_tier(args: ServerArgs, pools: Pools, tree: RadixCache) -> Hierar
                 "draft": args.speculative_draft_model_path,
                 "algorithm": args.speculative_algorithm,
             },
-            weight_files=sorted(folder.glob("*.safetensors")),
+            weight_files=[file for one in folders for file in sorted(one.glob("*.safetensors"))],
         ),
     )
 
