@@ -48,9 +48,6 @@ NOT_IN_THIS_BUILD: dict[str, Missing] = {
     "grpc_mode": Missing("gRPC is not served; use the HTTP routes, which routers understand too"),
     "tp_size": Missing(_ONE_DEVICE),
     "pp_size": Missing(_ONE_DEVICE),
-    "dp_size": Missing(
-        "this build runs one replica; start several servers behind a router, or leave it at 1"
-    ),
     "dist_init_addr": Missing("this build has no ranks that need to meet; leave it out"),
     "dist_timeout": Missing("this build has no ranks that need to meet; leave it out"),
     "disaggregation_mode": Missing(_NO_PD),

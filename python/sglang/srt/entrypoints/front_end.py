@@ -7,6 +7,7 @@ import logging
 import time
 from typing import Any
 
+from sglang.srt.entrypoints.replicas import ReplicaClient
 from sglang.srt.entrypoints.scheduler_client import SCHEDULER_MODULE, SchedulerClient
 from sglang.srt.managers.errors import RequestError, unavailable
 from sglang.srt.managers.front_end_config import load_tokenizer, make_front_end_config
@@ -18,6 +19,7 @@ from sglang.srt.managers.io_struct import (
     GetInternalStateReqOutput,
     HealthCheckReq,
     ReadyOutput,
+    SchedulerStats,
 )
 from sglang.srt.managers.request_state import GenerateReqInput
 from sglang.srt.managers.template import ChatTemplate, load_chat_template
@@ -54,9 +56,7 @@ class FrontEnd:
         self.template: ChatTemplate | None = None
         if isinstance(self.tokenizer, Tokenizer):
             self.template = load_chat_template(self.tokenizer, override=server_args.chat_template)
-        self.client = SchedulerClient(
-            module=scheduler_module, on_message=self._on_message, on_death=self._on_death
-        )
+        self.client = self._new_client(scheduler_module)
         self.manager = TokenizerManager(self.config, self.tokenizer, self.client)
         self.died: str | None = None
         self.draining = False
@@ -66,6 +66,18 @@ class FrontEnd:
         if server_args.skip_server_warmup:
             self._warm.set()
         self._heartbeat: asyncio.Task[None] | None = None
+
+    def _new_client(self, module: str) -> SchedulerClient | ReplicaClient:
+        if self.server_args.dp_size == 1:
+            return SchedulerClient(
+                module=module, on_message=self._on_message, on_death=self._on_death
+            )
+        return ReplicaClient(
+            self.server_args.dp_size,
+            module=module,
+            on_message=self._on_message,
+            on_death=self._on_death,
+        )
 
     # --- life -----------------------------------------------------------------------------
 
@@ -147,7 +159,7 @@ class FrontEnd:
                 self.client.end(f"it gave no sign of life for --watchdog-timeout {limit_s:g} s")
 
     def _silent_s(self) -> float:
-        return time.monotonic() - self.manager.last_seen
+        return time.monotonic() - self.client.last_seen
 
     # --- one token ------------------------------------------------------------------------
 
@@ -176,11 +188,11 @@ class FrontEnd:
             GetInternalStateReq, timeout_s=_CALL_TIMEOUT_SECONDS
         )
         stats = self.manager.stats
-        state = {
+        usual = {
             "avg_spec_accept_length": stats.spec_accept_length,
             "last_gen_throughput": stats.gen_throughput,
-            **reply.state,
         }
+        states = [{**usual, **state} for state in reply.state.get("replicas", [reply.state])]
         hidden = {"api_key", "admin_api_key"}
         args = {k: v for k, v in self.server_args.to_dict().items() if k not in hidden}
         return {
@@ -189,7 +201,7 @@ class FrontEnd:
             "served_model_name": self.config.served_model_name,
             "version": __version__,
             "status": "ready" if self.unhealthy_reason() is None else "unavailable",
-            "internal_states": [state],
+            "internal_states": states,
         }
 
     @property
@@ -209,19 +221,26 @@ class FrontEnd:
             "vocab_size": self.config.vocab_size,
         }
 
-    def loads(self) -> dict[str, Any]:
-        """The figures that routers balance by."""
-        stats = self.manager.stats
+    def loads(self) -> list[dict[str, Any]]:
+        """The figures that routers balance by, of each replica."""
+        client, info = self.client, self.manager.info
+        ranks = client.stats if isinstance(client, ReplicaClient) else [self.manager.stats]
+        return [self._load(rank, stats, len(ranks), info) for rank, stats in enumerate(ranks)]
+
+    @staticmethod
+    def _load(
+        rank: int, stats: SchedulerStats, num_ranks: int, info: dict[str, Any]
+    ) -> dict[str, Any]:
         waiting = stats.num_queue_reqs
         return {
-            "dp_rank": 0,
+            "dp_rank": rank,
             "num_running_reqs": stats.num_running_reqs,
             "num_waiting_reqs": waiting,
             "num_total_reqs": stats.num_running_reqs + waiting,
             "num_used_tokens": stats.num_used_tokens,
-            "max_total_num_tokens": self.manager.info.get("max_total_num_tokens", 0),
+            "max_total_num_tokens": info.get("max_total_num_tokens", 0) // num_ranks,
             "token_usage": stats.token_usage,
             "gen_throughput": stats.gen_throughput,
             "cache_hit_rate": stats.cache_hit_rate,
-            "max_running_requests": self.manager.info.get("max_running_requests", 0),
+            "max_running_requests": info.get("max_running_requests", 0) // num_ranks,
         }

@@ -274,14 +274,13 @@ class Routes:
             {
                 "timestamp": time.time(),
                 "version": __version__,
-                "dp_rank_count": 1,
-                "loads": [self._front.loads()],
+                "dp_rank_count": self._front.server_args.dp_size,
+                "loads": self._front.loads(),
             }
         )
 
     async def get_load(self, request: Request) -> Response:
         """Load figures in the older form."""
-        load = self._front.loads()
         return json_response(
             [
                 {
@@ -290,6 +289,7 @@ class Routes:
                     "num_waiting_reqs": load["num_waiting_reqs"],
                     "num_tokens": load["num_used_tokens"],
                 }
+                for load in self._front.loads()
             ]
         )
 

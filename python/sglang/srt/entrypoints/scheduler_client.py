@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class SchedulerClient:
 
     on_message  called with each message, in order
     on_death    called once with a sentence when the process ends without having been asked to
+    `last_seen` is the time of the latest message (monotonic clock).
     """
 
     def __init__(
@@ -61,14 +63,19 @@ class SchedulerClient:
         self._unsent: collections.deque[bytes] = collections.deque()
         self._last_words: str | None = None
         self._closing = False
+        self.last_seen = time.monotonic()
 
     @property
     def pid(self) -> int | None:
         """Process id of the scheduler, None before `start`."""
         return None if self._process is None else self._process.pid
 
-    def start(self, server_args: dict[str, Any]) -> None:
+    def start(
+        self, server_args: dict[str, Any], *, environment: dict[str, str] | None = None
+    ) -> None:
         """Bind the sockets and start the process; `server_args` are resolved and JSON-compatible.
+
+        `environment` is added to that of this process.
 
         The process is a child of the calling thread and ends with it, so the thread must last.
         Raises: OSError if sockets or process cannot be made.
@@ -85,7 +92,7 @@ class SchedulerClient:
         self._process = subprocess.Popen(
             [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,
-            env=_child_environment(),
+            env={**_child_environment(), **(environment or {})},
             start_new_session=True,
         )
         first_line = {
@@ -142,6 +149,7 @@ class SchedulerClient:
                 frame = self._pull.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self.last_seen = time.monotonic()
             try:
                 message = decode_from_scheduler(frame)
             except msgspec.MsgspecError:
