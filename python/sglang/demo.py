@@ -47,6 +47,12 @@ SIZE_FLAGS = (
     "100000000",
 )
 """The same requests and states on both servers, so that all memory saved goes to the KV pool."""
+SERVER_THAT_ENDS_WITH_US = """
+import runpy, sys
+from sglang.srt.managers.parent_watch import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+"""
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 120.0
@@ -129,8 +135,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def running_server(model: str, flags: Sequence[str]) -> Iterator[str]:
     """Start a server on a free port, yield its address, and stop it whatever happens."""
     port = find_free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--speculative-algorithm", "NEXTN"]
+    command = [sys.executable, "-c", SERVER_THAT_ENDS_WITH_US, str(os.getpid())]
+    command += ["--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--speculative-algorithm", "NEXTN"]
     with tempfile.TemporaryDirectory(prefix="sglang-demo-") as folder:
         log = Path(folder) / "server.log"
         with log.open("wb") as out:

@@ -73,6 +73,22 @@ def test_demo_compares_both_verifies_and_leaves_nothing_behind():
     assert our_processes() == set()
 
 
+def test_a_killed_demo_takes_its_server_along():
+    """Catches a server that nobody will ever stop, because the demo had no time to."""
+    environment = {**os.environ, "SGLANG_TEST_MARK": str(os.getpid())}
+    with subprocess.Popen(
+        [sys.executable, "-m", "sglang.demo"], env=environment, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert any(line.startswith("ready at") for line in running.stdout)
+        assert len(our_processes()) == 3  # the demo, its server, the scheduler
+        running.kill()
+    deadline = time.monotonic() + 10
+    while our_processes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert our_processes() == set()
+
+
 def test_python_example_runs():
     (example,) = blocks("python")
     done = subprocess.run(
