@@ -211,7 +211,6 @@ def test_a_replaced_launch_is_used(monkeypatch):
     update(**x, intermediate_states_buffer=snapshots, **more)
     assert [args[6] for args, _ in seen] == [False, True, True]
     assert all(args[:6] == (N, H, HV, K, V, False) for args, _ in seen)
-    # k and g are whole although two V tiles ran.
     assert not any(t[ROWS, :T].isnan().any() for t in ring.values())
 
 
@@ -227,8 +226,19 @@ def test_tree_needs_snapshots():
         update(**x, **more, **rings(), retrieve_parent_token=parents)
 
 
+def test_gating_reads_strided_rows():
+    """Catches: a row stride taken for HV; beta narrowed to b's dtype."""
+    packed = torch.randn(3, 5 * HV, dtype=torch.bfloat16)
+    b, a = packed[:, HV : 2 * HV], packed[:, 3 * HV : 4 * HV]
+    x = inputs()
+    g, beta = fused_gdn_gating(x["A_log"], a, b, x["dt_bias"])
+    assert g.shape == beta.shape == (1, 3, HV) and g.dtype is beta.dtype is torch.float32
+    assert torch.allclose(beta[0], b.float().sigmoid(), atol=1e-6)
+    want = -x["A_log"].exp() * F.softplus(a.float() + x["dt_bias"])
+    assert torch.allclose(g[0], want, atol=1e-6)
+
+
 def test_reference_agrees():
-    """The two-step form is the reference of the fused one."""
     x = inputs(torch.bfloat16)
     g, beta = fused_gdn_gating(x["A_log"], x["a"][0], x["b"][0], x["dt_bias"])
     shared = ("q", "k", "v", "initial_state_source", "initial_state_indices", "cu_seqlens")

@@ -173,6 +173,8 @@ def test_commit_steps_of_chain_and_tree():
     last, track = fused_commit_track_indices(accept_index, lens, seq_lens, 5, 256)
     assert last.tolist() == [3, 2, 4]
     assert track.tolist() == [2, -1, 2]
+    assert last.dtype is track.dtype is torch.int64
+    assert fused_commit_track_indices(accept_index, lens, None, 5, 0)[1] is None
     # Boundary arithmetic of a chain against the definition, for every length and acceptance.
     for pre in range(6, 11):
         for accepted in range(1, 5):
