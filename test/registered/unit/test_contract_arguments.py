@@ -10,6 +10,7 @@ import pytest
 
 from sglang.srt.arg_groups import attention_hook, pipeline
 from sglang.srt.arg_groups.attention_hook import validate_linear_lossless_verify
+from sglang.srt.arg_groups.basic_hook import handle_device
 from sglang.srt.arg_groups.field_order import POSITIONAL_FIELD_ORDER
 from sglang.srt.arg_groups.fields.exec_ import MambaFields
 from sglang.srt.environ import envs
@@ -169,6 +170,14 @@ def test_ragged_modes():
     with envs.SGLANG_RAGGED_VERIFY_MODE.override("sometimes"):
         with pytest.raises(ValueError, match="sometimes"):
             read_ragged_verify_mode()
+
+
+def test_states_that_the_cpu_engine_does_not_read():
+    """Catches: a type that is accepted at start and fails at the first request."""
+    for name in ("float32", "bfloat16", None):
+        handle_device(ServerArgs("dummy", device="cpu", mamba_ssm_dtype=name))
+    with pytest.raises(ValueError, match="--mamba-ssm-dtype float16 is for GPUs"):
+        handle_device(ServerArgs("dummy", device="cpu", mamba_ssm_dtype="float16"))
 
 
 def test_the_validator_is_a_name_of_its_module():

@@ -51,6 +51,10 @@ def handle_device(args: ServerArgs) -> ServerArgs:
         dtype = "float32" if device == "cpu" else "bfloat16"
     if device == "cpu" and dtype == "float16":
         raise ValueError("--dtype float16 is for GPUs; on the CPU use bfloat16 or float32")
+    if device == "cpu" and args.mamba_ssm_dtype == "float16":
+        raise ValueError(
+            "--mamba-ssm-dtype float16 is for GPUs; on the CPU use bfloat16 or float32"
+        )
     kv_dtype = _KV_DTYPE_ALIASES.get(args.kv_cache_dtype, args.kv_cache_dtype)
     if kv_dtype == "auto":
         kv_dtype = dtype
