@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 
+from sglang.kernels.ops.cpu import library
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_harness import InProcessEngine
@@ -96,6 +97,24 @@ def test_lossless_equals_default_after_every_commit(checkpoint, ssm_dtype):
         assert [default.ids(r) for r in rids] == expected
     assert set(default.scripted.seen) == set(range(WIDTH)), "every acceptance length must occur"
     print(f"{compared} pool comparisons, accept plan {default.scripted.seen}")
+
+
+@pytest.fixture
+def without_compiler():
+    library.select("torch")
+    yield
+    library.select("auto")
+
+
+def test_lossless_equals_default_without_a_compiler(checkpoint, without_compiler):
+    """The PyTorch twin is a step routine of its own: 408 tokens, equal after every commit (F04)."""
+    _, default, lossless = run_pair(checkpoint, prompts(4, high=20), 102)
+    assert default.built.runner.model.fused_step is None
+    assert lockstep(default, lossless) > 50
+    rids = [f"r{i}" for i in range(4)]
+    assert [default.ids(r) for r in rids] == [lossless.ids(r) for r in rids]
+    assert sum(len(default.ids(r)) for r in rids) == 408
+    assert set(default.scripted.seen) == set(range(WIDTH))
 
 
 def test_snapshot_and_tuple_scratch_differ_in_kind(checkpoint):
