@@ -146,6 +146,7 @@ class Envs:
     SGLANG_MAMBA_SSM_DTYPE = EnvStr(None)
     SGLANG_MAMBA_CONV_DTYPE = EnvStr("bfloat16")
     SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK = EnvBool(False)
+    # No effect: clearing and copying state slots is plain PyTorch here already.
     SGLANG_DISABLE_FUSED_MAMBA_SLOT_OPS = EnvBool(False)
     SGLANG_VALIDATE_MAMBA_REPLAY_STATE_INDICES = EnvBool(False)
 

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention import hybrid_linear_attn_backend as hybrid
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -95,6 +96,11 @@ def test_replay_metadata():
     assert metadata.mamba_cache_indices.tolist() == [31, 11, -1, -1]
     assert metadata.mamba_track_indices.shape == (4,)
     assert metadata.mamba_track_indices.tolist()[:2] == [5, 6]
+    with envs.SGLANG_VALIDATE_MAMBA_REPLAY_STATE_INDICES.override(True):
+        base._replay_metadata(backend, 2, torch.tensor([3, 1]), None, None, None)
+        for wrong in ([3, 3], [3, -1]):
+            with pytest.raises(ValueError, match="slot of its own"):
+                base._replay_metadata(backend, 2, torch.tensor(wrong), None, None, None)
     names = list(inspect.signature(base._replay_metadata).parameters)
     assert names[1:] == [
         *("bs", "req_pool_indices", "forward_mode", "spec_info", "seq_lens_cpu"),

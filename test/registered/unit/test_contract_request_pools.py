@@ -10,8 +10,10 @@ import torch
 
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.disaggregation.decode import DecodeReqToTokenPool, HybridMambaDecodeReqToTokenPool
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
+from sglang.srt.mem_cache.integrity import IntegrityError
 from sglang.srt.mem_cache.memory_pool import (
     HybridReqToTokenPool,
     MambaPool,
@@ -142,6 +144,15 @@ def test_slot_allocator():
     assert sorted(slots.tolist()) == [1, 2, 3, 4] and allocator.alloc(1) is None
     allocator.free(slots[:2])
     assert allocator.available_size() == 2
+
+
+def test_debugging_checks_the_books_at_every_change():
+    """Catches: a switch that nothing reads."""
+    allocator = MambaSlotAllocator(4, "cpu")
+    allocator._slots._free[0] = 1
+    allocator.alloc(1)
+    with envs.SGLANG_DEBUG_MEMORY_POOL.override(True), pytest.raises(IntegrityError):
+        allocator.alloc(1)
 
 
 def test_hybrid_attributes():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sglang.srt.environ import envs
+
 
 class IntegrityError(RuntimeError):
     """A slot is lost, held twice, or freed by someone who does not hold it."""
@@ -10,7 +12,8 @@ class IntegrityError(RuntimeError):
 class HostSlotList:
     """Books of one set of slots ``1 .. size``; slot 0 is padding and never handed out.
 
-    Every slot is either in the free list or held; ``what`` names the slots in messages.
+    Every slot is either in the free list or held; ``what`` names the slots in messages. With
+    SGLANG_DEBUG_MEMORY_POOL the books are checked after every change.
     """
 
     def __init__(self, size: int, what: str) -> None:
@@ -38,6 +41,7 @@ class HostSlotList:
         taken = [self._free.pop() for _ in range(count)]
         for slot in taken:
             self._held[slot] = 1
+        self._check_if_debugging()
         return taken
 
     def give(self, slots: list[int]) -> None:
@@ -50,6 +54,11 @@ class HostSlotList:
         for slot in slots:
             self._held[slot] = 0
         self._free.extend(slots)
+        self._check_if_debugging()
+
+    def _check_if_debugging(self) -> None:
+        if envs.SGLANG_DEBUG_MEMORY_POOL.get():
+            self.check()
 
     def is_held(self, slot: int) -> bool:
         """True when ``slot`` is handed out."""

@@ -142,16 +142,30 @@ class MambaAttnBackendBase(AttentionBackend):
         """Metadata of `bs` rows of which the last `num_padding` are padding: slot -1, track -1.
 
         Depends on rows and padding alone; mode, draft metadata and lengths are there for the callers' sake.
+        Raises: ValueError, with SGLANG_VALIDATE_MAMBA_REPLAY_STATE_INDICES only (it waits for the device), if
+        a real row has no slot or two share one.
         """
         num_real = bs - num_padding
         slots = torch.full((bs,), -1, dtype=torch.int32, device=req_pool_indices.device)
         real = self.req_to_token_pool.get_mamba_indices(req_pool_indices[:num_real])
         slots[:num_real] = self._translate_mamba_indices(real).to(torch.int32)
+        if envs.SGLANG_VALIDATE_MAMBA_REPLAY_STATE_INDICES.get():
+            _check_real_slots(slots[:num_real])
         track = None
         if mamba_track_indices is not None:
             track = torch.full((bs,), -1, dtype=torch.int64, device=slots.device)
             track[:num_real] = mamba_track_indices[:num_real]
         return LinearForwardMetadata(slots, mamba_track_indices=track)
+
+
+def _check_real_slots(slots: torch.Tensor) -> None:
+    """Slot 0 is padding, so rows may share it. Raises: ValueError."""
+    found = slots.tolist()
+    owned = [slot for slot in found if slot != 0]
+    if min(found, default=0) < 0 or len(set(owned)) != len(owned):
+        raise ValueError(
+            f"state slots of the rows to replay are {found}; each row needs a slot of its own"
+        )
 
 
 class HybridLinearAttnBackend(AttentionBackend):
