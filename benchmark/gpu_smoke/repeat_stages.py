@@ -4,7 +4,8 @@
 
 Inputs never change and every allocation in between is poisoned, so two answers of a stage mean a race or an
 uninitialised read in it. Of fla-core's chunk rule, each function it is made of is watched by itself; a
-function whose inputs already differ is not blamed. Exit status 1 if a stage did not repeat.
+function whose inputs already differ is not blamed. ``--pin-warps 2`` leaves its kernels only the
+configurations of that many warps, to see whether that cures it. Exit status 1 if a stage did not repeat.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.runtime.autotuner import Autotuner, Heuristics
 
 from sglang.kernels.ops.attention.fla import gdn_prefill
 from sglang.kernels.ops.attention.fla.fused_gdn_gating import fused_gdn_gating
@@ -32,6 +34,12 @@ from sglang.kernels.ops.moe.route import route
 from sglang.kernels.ops.quantization.fp8 import block_scaled_linear, quantize_activations
 
 FLA_MODULES = ("fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.chunk_fwd")
+FLA_KERNEL_MODULES = (
+    "fla.ops.gated_delta_rule.chunk_fwd",
+    "fla.ops.gated_delta_rule.wy_fast",
+    "fla.ops.common.chunk_delta_h",
+    "fla.ops.common.chunk_o",
+)
 POISON_ELEMENTS = 1 << 24
 
 
@@ -102,6 +110,38 @@ def watch_fla(stack: ExitStack, recorder: Recorder) -> None:
             if ours and ("fwd" in name or "cumsum" in name or "tril" in name):
                 watched = recorder.watch(f"fla: {name}", value)
                 stack.enter_context(mock.patch.object(module, name, watched))
+
+
+def fla_tuners() -> dict[str, Autotuner]:
+    """fla-core's autotuned forward kernels by name; empty where it is not installed."""
+    found = {}
+    for path in FLA_KERNEL_MODULES:
+        try:
+            module = importlib.import_module(path)
+        except ModuleNotFoundError:
+            continue
+        for name, value in vars(module).items():
+            inner = value
+            while isinstance(inner, Heuristics):
+                inner = inner.fn
+            if isinstance(inner, Autotuner) and "bwd" not in name:
+                found[name] = inner
+    return found
+
+
+def pin_warps(num_warps: int) -> None:
+    """Leave every forward kernel only its configurations of ``num_warps``, where it has any."""
+    for name, tuner in fla_tuners().items():
+        kept = [config for config in tuner.configs if config.num_warps == num_warps]
+        print(f"  {name}: {len(kept)} of {len(tuner.configs)} configurations")
+        tuner.configs = kept or tuner.configs
+
+
+def print_chosen() -> None:
+    """What the autotuner took, once it has run."""
+    for name, tuner in fla_tuners().items():
+        for key, config in tuner.cache.items():
+            print(f"  chosen: {name} {key}: {config}")
 
 
 def stages(
@@ -202,16 +242,20 @@ def unstable_stages(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--pin-warps", type=int, default=None)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a CUDA device")
         return 2
+    if options.pin_warps is not None:
+        pin_warps(options.pin_warps)
     bad: dict[str, int] = {}
     for g in GEOMETRIES:
         print(f"{g.name}, {options.dtype}, {options.repeats} repeats")
         dtype = getattr(torch, options.dtype)
         bad |= unstable_stages(g, dtype, options.repeats, torch.device("cuda"))
+    print_chosen()
     print(f"not repeatable: {bad}" if bad else "every stage repeats bit for bit")
     return int(bool(bad))
 
