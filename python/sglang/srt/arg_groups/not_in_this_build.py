@@ -76,7 +76,6 @@ NOT_IN_THIS_BUILD: dict[str, Missing] = {
     "enable_mixed_chunk": Missing(
         "prompts and decode steps run in calls of their own; leave it out"
     ),
-    "base_gpu_id": Missing("the first visible GPU is used; choose it with CUDA_VISIBLE_DEVICES"),
     "attention_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
     "linear_attn_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
     "linear_attn_decode_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),

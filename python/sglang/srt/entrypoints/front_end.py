@@ -7,6 +7,7 @@ import logging
 import time
 from typing import Any
 
+from sglang.srt.entrypoints.placement import place
 from sglang.srt.entrypoints.replicas import ReplicaClient
 from sglang.srt.entrypoints.scheduler_client import SCHEDULER_MODULE, SchedulerClient
 from sglang.srt.managers.errors import RequestError, unavailable
@@ -83,7 +84,11 @@ class FrontEnd:
 
     def start(self) -> None:
         """Start the scheduler process; `wait_ready` says when it can work."""
-        self.client.start(self.server_args.to_dict())
+        if isinstance(self.client, ReplicaClient):
+            self.client.start(self.server_args.to_dict())
+        else:
+            own, environment = place(self.server_args.to_dict(), 0, 1)
+            self.client.start(own, environment=environment)
         self._heartbeat = asyncio.get_running_loop().create_task(self._beat())
 
     async def wait_ready(self) -> None:

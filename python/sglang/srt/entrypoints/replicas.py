@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from sglang.srt.entrypoints.placement import place
 from sglang.srt.entrypoints.scheduler_client import SCHEDULER_MODULE, SchedulerClient
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -23,15 +23,14 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     ToScheduler,
 )
-from sglang.srt.mem_cache.device_memory import default_host_budget
 
-_GIB = 1 << 30
 _MEANS = ("token_usage", "mamba_usage", "cache_hit_rate", "spec_accept_length", "spec_accept_rate")
 """Figures of SchedulerStats that are averaged over replicas; all others add up."""
 
 
 @dataclasses.dataclass
 class _Replica:
+    rank: int
     client: SchedulerClient
     num_requests: int = 0
     stats: SchedulerStats = dataclasses.field(default_factory=SchedulerStats)
@@ -57,7 +56,7 @@ class ReplicaClient:
         self._replicas = [self._new_replica(at, module) for at in range(count)]
         self._owner: dict[str, _Replica] = {}
         self._infos: list[dict[str, Any]] = []
-        self._answers: dict[str, list[Any]] = {}
+        self._answers: dict[str, dict[int, Any]] = {}
         self._has_died = False
 
     def _new_replica(self, at: int, module: str) -> _Replica:
@@ -66,7 +65,7 @@ class ReplicaClient:
             on_message=lambda message: self._receive(self._replicas[at], message),
             on_death=lambda why: self._died(f"replica {at}: {why}"),
         )
-        return _Replica(client)
+        return _Replica(at, client)
 
     @property
     def stats(self) -> list[SchedulerStats]:
@@ -80,15 +79,9 @@ class ReplicaClient:
 
     def start(self, server_args: dict[str, Any]) -> None:
         """Start all; each gets its share of the host, or a GPU of its own. Raises: OSError."""
-        count = len(self._replicas)
-        shared = dict(server_args)
-        if shared["device"] == "cpu":
-            shared["cpu_threads"] = max(1, shared["cpu_threads"] // count)
-            if shared["device_memory_gb"] is None:
-                shared["device_memory_gb"] = default_host_budget() / _GIB / count
         for at, replica in enumerate(self._replicas):
-            environment = {} if shared["device"] == "cpu" else {"CUDA_VISIBLE_DEVICES": _device(at)}
-            replica.client.start(shared, environment=environment)
+            own, environment = place(server_args, at, len(self._replicas))
+            replica.client.start(own, environment=environment)
 
     def send(self, message: ToScheduler) -> None:
         """Give the message to those it concerns; never blocks."""
@@ -121,11 +114,12 @@ class ReplicaClient:
         elif isinstance(
             message, FlushCacheReqOutput | GetInternalStateReqOutput | HealthCheckOutput
         ):
-            answers = self._answers.setdefault(message.req_id, [])
-            answers.append(message)
+            answers = self._answers.setdefault(message.req_id, {})
+            answers[replica.rank] = message
             if len(answers) < len(self._replicas):
                 return
-            message = _merged(self._answers.pop(message.req_id))
+            del self._answers[message.req_id]
+            message = _merged([answers[rank] for rank in sorted(answers)])
         self._on_message(message)
 
     def _died(self, why: str) -> None:
@@ -146,14 +140,6 @@ class ReplicaClient:
         """End all at once."""
         for replica in self._replicas:
             replica.client.kill()
-
-
-def _device(at: int) -> str:
-    """The `at`-th of the GPUs that this process may use."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if not visible:
-        return str(at)
-    return visible[at] if at < len(visible) else "-1"
 
 
 def _sum_up(stats: list[SchedulerStats]) -> SchedulerStats:

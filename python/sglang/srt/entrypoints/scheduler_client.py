@@ -70,9 +70,7 @@ class SchedulerClient:
         """Process id of the scheduler, None before `start`."""
         return None if self._process is None else self._process.pid
 
-    def start(
-        self, server_args: dict[str, Any], *, environment: dict[str, str] | None = None
-    ) -> None:
+    def start(self, server_args: dict[str, Any], *, environment: dict[str, str]) -> None:
         """Bind the sockets and start the process; `server_args` are resolved and JSON-compatible.
 
         `environment` is added to that of this process.
@@ -92,7 +90,7 @@ class SchedulerClient:
         self._process = subprocess.Popen(
             [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,
-            env={**_child_environment(), **(environment or {})},
+            env={**_child_environment(), **environment},
             start_new_session=True,
         )
         first_line = {
