@@ -17,7 +17,7 @@ from sglang.kernels.ops.cpu import library
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_loader.checkpoint_files import SafetensorsFile, tensor_files
 from sglang.srt.model_loader.fp8 import dequantize
-from sglang.srt.model_loader.loader import normalise_name
+from sglang.srt.model_loader.loader import load_weights, normalise_name
 from sglang.test.checkpoints import TinyGeometry
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.make_checkpoint import make_checkpoint
@@ -110,6 +110,25 @@ def test_fp8_without_scale_is_an_error(tmp_path):
     edit(path, lambda tensors: tensors.pop(name + "_scale_inv"))
     with pytest.raises(ValueError, match=r"up_proj.weight is float8 but .*_scale_inv is missing"):
         logits(path)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_fill_the_same_model_and_report_what_fails(workers, tmp_path):
+    """A handle shared by two workers, a slot filled twice, or an error that stays in its thread."""
+    path = make_checkpoint(tmp_path / "m", arch="qwen3_5_moe", dtype="fp8", shards=5)
+    rig = ModelRig(str(path), kernels="torch")
+    want = {name: p.clone() for name, p in rig.model.named_parameters()}
+    for parameter in rig.model.parameters():
+        parameter.fill_(7)
+    load_weights(rig.model, str(path), num_workers=workers)
+    for name, parameter in rig.model.named_parameters():
+        assert torch.equal(parameter, want[name]), name
+    file = sorted(path.glob("*.safetensors"))[3]
+    tensors = load_file(file)
+    name = next(n for n in tensors if n.endswith("weight") and tensors[n].dim() == 2)
+    save_file(tensors | {name: torch.zeros(3, 5)}, file)
+    with pytest.raises(ValueError, match=r"has shape \(3, 5\)|has dtype|not float8"):
+        load_weights(rig.model, str(path), num_workers=workers)
 
 
 def test_scale_of_wrong_shape_is_an_error():

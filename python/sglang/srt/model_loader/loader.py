@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -32,6 +33,7 @@ UNUSED_ENDINGS = (
 DUMMY = "dummy"
 VISION_PREFIXES = ("model.visual.", "visual.")
 _SHOWN_NAMES = 8
+_GPU_WORKERS = 8
 
 
 class LoadableModel(Protocol):
@@ -89,38 +91,64 @@ class WeightSource:
         model.finish_loading()
 
 
-def load_weights(model: LoadableModel, path: str, *, progress: bool = False) -> None:
-    """Fill ``model`` from the safetensors in the directory ``path``, one tensor at a time.
+def load_weights(
+    model: LoadableModel, path: str, *, progress: bool = False, num_workers: int | None = None
+) -> None:
+    """Fill ``model`` from the safetensors in the directory ``path``.
 
     Tensors are read, cut and copied once into their parameters; FP8 tensors are dequantised unless
-    their module keeps them (``layers/fp8_linear.py``).
+    their module keeps them (``layers/fp8_linear.py``). A worker holds one tensor at a time; files are
+    shared out over ``num_workers``, by default one on the CPU, where the copy is not what takes long.
     Raises:
         FileNotFoundError: no weights there, or an incomplete download.
         ValueError: a tensor is missing, unknown, of the wrong shape, or FP8 without its scale.
     """
     slots = model.weight_slots()
-    reader = _Reader(tensor_files(path), model.config.quantization)
-    seen: set[str] = set()
+    index = _Index.of(tensor_files(path), model.config.quantization)
+    wanted: dict[Path, list[str]] = {}
     unknown: list[str] = []
     skipped_vision = 0
-    names = tqdm(reader.names, desc="Loading weights", unit="tensor", disable=not progress)
-    with reader, torch.no_grad():
-        for raw_name in names:
-            name = normalise_name(raw_name)
-            skipped_vision += name.startswith(VISION_PREFIXES)
-            if _is_skipped(name, model, slots):
-                continue
-            if name not in slots.slots:
-                unknown.append(raw_name)
-                continue
-            keep = slots.slots[name].copies[0][0].dtype == FP8_DTYPE
-            tensor = reader.read_fp8(raw_name) if keep else reader.read(raw_name)
-            _fill(slots, name, tensor, raw_name)
-            seen.add(name)
+    for raw_name, file in index.files.items():
+        name = normalise_name(raw_name)
+        skipped_vision += name.startswith(VISION_PREFIXES)
+        if _is_skipped(name, model, slots):
+            continue
+        if name in slots.slots:
+            wanted.setdefault(file, []).append(raw_name)
+        else:
+            unknown.append(raw_name)
+    total = sum(map(len, wanted.values()))
+    with tqdm(total=total, desc="Loading weights", unit="tensor", disable=not progress) as bar:
+        workers = num_workers or _default_workers(slots)
+        with ThreadPoolExecutor(workers, thread_name_prefix="load-weights") as pool:
+            jobs = [pool.submit(_fill_from, index, names, slots, bar) for names in wanted.values()]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    seen = {normalise_name(name) for names in wanted.values() for name in names}
     _check_complete(slots.missing(seen), unknown, path)
     if skipped_vision:
         logger.info("Skipped %d vision tensors: this engine serves text only", skipped_vision)
     model.finish_loading()
+
+
+def _default_workers(slots: WeightSlots) -> int:
+    devices = {slot.copies[0][0].device.type for slot in slots.slots.values()}
+    return 1 if devices == {"cpu"} else _GPU_WORKERS
+
+
+def _fill_from(index: _Index, raw_names: list[str], slots: WeightSlots, bar: tqdm) -> None:
+    """Fill the slots of tensors that lie in one file."""
+    with _Reader(index) as reader, torch.no_grad():
+        for raw_name in raw_names:
+            name = normalise_name(raw_name)
+            keep = slots.slots[name].copies[0][0].dtype == FP8_DTYPE
+            tensor = reader.read_fp8(raw_name) if keep else reader.read(raw_name)
+            _fill(slots, name, tensor, raw_name)
+            bar.update()
 
 
 def _is_skipped(name: str, model: LoadableModel, slots: WeightSlots) -> bool:
@@ -152,15 +180,28 @@ def _check_complete(missing: list[str], unknown: list[str], path: str) -> None:
         raise ValueError(f"checkpoint {path!r} does not fit its config.json: {'; '.join(problems)}")
 
 
+@dataclass(frozen=True)
+class _Index:
+    """Which file holds a tensor, in the order of the files' bytes."""
+
+    files: dict[str, Path]
+    quantization: QuantizationConfig | None
+
+    @staticmethod
+    def of(paths: list[Path], quantization: QuantizationConfig | None) -> _Index:
+        files: dict[str, Path] = {}
+        for path in paths:
+            with SafetensorsFile(path) as file:
+                files.update(dict.fromkeys(file.names, path))
+        return _Index(files, quantization)
+
+
 class _Reader:
     """Keeps one file open at a time and dequantises what the files themselves mark as FP8."""
 
-    def __init__(self, files: list[Path], quantization: QuantizationConfig | None) -> None:
-        self.names: dict[str, Path] = {}
-        for path in files:
-            with SafetensorsFile(path) as file:
-                self.names.update(dict.fromkeys(file.names, path))
-        self._quantization = quantization
+    def __init__(self, index: _Index) -> None:
+        self._names = index.files
+        self._quantization = index.quantization
         self._file: SafetensorsFile | None = None
 
     def __enter__(self) -> _Reader:
@@ -171,7 +212,7 @@ class _Reader:
             self._file.__exit__(None, None, None)
 
     def _get(self, name: str) -> Tensor:
-        path = self.names[name]
+        path = self._names[name]
         if self._file is None or self._file.path != path:
             self.__exit__()
             self._file = SafetensorsFile(path)
@@ -189,7 +230,7 @@ class _Reader:
                 f"{name} is {tensor.dtype}, but this kind of module is kept in float8 on a GPU; use a "
                 "pack that quantises all of them, or an unquantised one"
             )
-        if name + SCALE_SUFFIX not in self.names:
+        if name + SCALE_SUFFIX not in self._names:
             raise ValueError(f"{name} is float8 but {name + SCALE_SUFFIX} is missing")
         return tensor
 
@@ -197,7 +238,7 @@ class _Reader:
         """The tensor as stored, or in fp32 if it is FP8 with a scale."""
         tensor = self._get(name)
         scale_name = name + SCALE_SUFFIX
-        has_scale = scale_name in self.names
+        has_scale = scale_name in self._names
         if not is_fp8(tensor):
             if has_scale:
                 raise ValueError(f"{scale_name} exists but {name} is {tensor.dtype}, not float8")
