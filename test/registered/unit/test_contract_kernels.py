@@ -234,8 +234,8 @@ def test_gating_values_on_cpu():
     assert torch.allclose(g[0, :, 0], -a_log[0].exp() * (a[:, 0].float() + 60.0))
 
 
-def test_kda_only_options_are_refused():
-    """Catches: match_cutedsl_decode accepted for GDN; a scale that is not positive; CPU tensors."""
+def test_options_of_other_recurrences_are_refused():
+    """Catches: an option of another recurrence that is taken and then ignored."""
     update = imported(f"{FLA}.fused_sigmoid_gating_recurrent")
     update = update.fused_sigmoid_gating_delta_rule_update
     names = [name for name, default in UPDATE if default is REQUIRED]
