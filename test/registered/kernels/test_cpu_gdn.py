@@ -136,6 +136,19 @@ def test_matches_the_formula_with_initial_state():
     assert torch.equal(case.conv[3], x[-3:].t())
 
 
+def test_error_does_not_grow_with_length():
+    """F115: a recurrence that is not in fp32, or a state rounded between tokens, drifts away."""
+    case, rounded = make_case(), make_case(torch.bfloat16)
+    rows = case.rows(400, 5)
+    want, _ = fp64_reference(case, *rows, 3)
+    error = (gdn.forward(*rows, case.call([400], [3])).double() - want).abs().amax(dim=(1, 2))
+    assert error[200:].max() < 2 * error[:200].max() < 1e-5
+    steps = [
+        gdn.forward(*(part[t : t + 1] for part in rows), rounded.call([1], [3])) for t in range(40)
+    ]
+    assert (torch.cat(steps).double() - want[:40]).abs().max() > 1e-5, "the measure sees bf16"
+
+
 def test_softplus_tail_and_strong_decay():
     """exp overflow in softplus, or a positive exponent, would give inf or NaN."""
     case = make_case()

@@ -71,6 +71,13 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
     plan = make_plan(model_config, args)
     for line in plan.describe().splitlines():
         logger.info(line)
+    if plan.ssm_dtype != model_config.mamba_ssm_dtype:
+        logger.warning(
+            "recurrent state is kept in %s although the model's config names %s, so outputs may "
+            "differ; leave out --mamba-ssm-dtype and SGLANG_MAMBA_SSM_DTYPE to follow the config",
+            plan.ssm_dtype,
+            model_config.mamba_ssm_dtype,
+        )
     pools = build_pools(plan, device)
     check_allocated(plan, pools)
     runner = ModelRunner(
