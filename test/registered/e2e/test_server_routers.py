@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -25,23 +26,32 @@ ROUTERS = {
     "sglang_router": "from sglang_router.launch_router import main; main()",
     "smg": "import sys; sys.argv.insert(1, 'launch'); from smg.cli import main; main()",
 }
+LAUNCHERS = {
+    "sglang_router": (
+        *("-m", "sglang_router.launch_server", "--dp-size", "2"),
+        *("--router-worker-startup-check-interval", "1", "--router-policy", "round_robin"),
+    ),
+    "smg": (
+        *("-c", "from smg.cli import main; main()", "serve", "--backend", "sglang"),
+        *("--connection-mode", "http", "--data-parallel-size", "2"),
+        *("--router-worker-startup-check-interval", "1", "--router-policy", "round_robin"),
+    ),
+}
 LOADING_S = 2.0
 
 
 class Router:
     """One router process in front of servers."""
 
-    def __init__(self, package: str, urls: list[str], *flags: str) -> None:
+    def __init__(self, *command: str, prefix: str = "") -> None:
         self.port = find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.TemporaryFile()
+        metrics = (f"--{prefix}prometheus-port", str(find_free_port()))
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-c", ROUTERS[package], "--worker-urls", *urls),
-                *("--host", "127.0.0.1", "--port", str(self.port)),
-                *("--prometheus-port", str(find_free_port()), "--policy", "round_robin"),
-                *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"),
-                *flags,
+                *(sys.executable, *command),
+                *("--host", "127.0.0.1", "--port", str(self.port), *metrics),
             ],
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -49,10 +59,22 @@ class Router:
             start_new_session=True,
         )
 
+    @classmethod
+    def over(cls, package: str, urls: list[str]) -> Router:
+        """A router in front of running servers."""
+        return cls(
+            *("-c", ROUTERS[package], "--worker-urls", *urls, "--policy", "round_robin"),
+            *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"),
+        )
+
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
     def wait_ready(self, model: str) -> None:
         """Wait until a request is answered. Raises: AssertionError with the router's log."""
         body = {"model": model, "prompt": "ab", "max_tokens": 1}
-        end = time.monotonic() + 60
+        end = time.monotonic() + 90
         while time.monotonic() < end and self.process.poll() is None:
             try:
                 reply = httpx.post(self.url + "/v1/completions", json=body, timeout=10)
@@ -61,24 +83,28 @@ class Router:
             except httpx.HTTPError:
                 pass
             time.sleep(0.2)
-        self._log.seek(0)
-        raise AssertionError(self._log.read().decode(errors="replace")[-3000:])
+        raise AssertionError(self.log()[-3000:])
 
     def stop(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def needs(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; it comes with the extra [router]")
 
 
 @pytest.fixture(scope="module", params=ROUTERS)
 def routed(request, tmp_path_factory):
     """(router's URL, the two servers); the servers are still loading when the router starts."""
-    if importlib.util.find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed; it comes with the extra [router]")
+    needs(request.param)
     model = write_front_end_model(tmp_path_factory.mktemp("model"))
     flags = ("--served-model-name", "tiny")
     options = {"load_s": LOADING_S, "step_s": 0.01}
     servers = [FakeServer(model, *flags, options=options) for _ in range(2)]
-    router = Router(request.param, [server.url for server in servers])
+    router = Router.over(request.param, [server.url for server in servers])
     try:
         router.wait_ready("tiny")
         for server in servers:
@@ -188,6 +214,30 @@ def test_a_server_that_drains_gets_no_more(routed, client):
     time.sleep(4)  # several probes of the router
     for _ in range(4):
         assert client.completions.create(model="tiny", prompt="ab", max_tokens=2).choices
+
+
+@pytest.mark.parametrize("package", LAUNCHERS)
+def test_launchers_that_start_our_servers(package):
+    """Catches names of ours that a launcher imports, and arguments that it sets for each replica."""
+    needs(package)
+    flags = ("--model-path", "demo", "--max-total-tokens", "2048")
+    launcher = Router(*LAUNCHERS[package], *flags, prefix="router-")
+    try:
+        launcher.wait_ready("demo")
+        end = time.monotonic() + 60
+        while (log := launcher.log()).count("The server is ready") < 2:
+            assert time.monotonic() < end and "Traceback" not in log, log[-3000:]
+            time.sleep(0.5)
+        body = {"model": "demo", "prompt": "The sea", "max_tokens": 5}
+        for _ in range(4):
+            reply = httpx.post(launcher.url + "/v1/completions", json=body, timeout=20)
+            assert reply.json()["usage"]["completion_tokens"] == 5
+    finally:
+        launcher.process.send_signal(signal.SIGINT)
+        try:
+            launcher.process.wait(15)
+        finally:
+            launcher.stop()
 
 
 if __name__ == "__main__":
