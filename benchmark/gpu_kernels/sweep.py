@@ -153,7 +153,7 @@ def sweep_experts(shape: dict[str, int], rows: int, stop: float) -> list[Timing]
 
     want, found = call(None), []
     sizes = (rows, count, hidden, inner)
-    for tile in (expert_tile(rows), *expert_tiles(rows)):
+    for tile in (expert_tile(rows, 2), *expert_tiles(rows)):
         if time.monotonic() > stop:
             break
         check(call(tile), want, f"experts {tile}")

@@ -53,5 +53,26 @@ def test_product_compiles_for_hopper_into_fp8_instructions():
         assert "wgmma.mma_async" in ptx and ".e4m3.e4m3" in ptx
 
 
+def test_quantiser_compiles_for_hopper_with_wide_accesses():
+    """Narrow loads and stores would make it the slowest part of a product of few rows."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.quantization import launch
+    from sglang.kernels.ops.quantization.fp8_kernels import quantize_kernel
+    from sglang.test.compile_kernels import compile_for_hopper
+
+    ptx = compile_for_hopper(
+        quantize_kernel,
+        pointers={
+            "p_x": "*bf16",
+            "p_q": "*fp8e4nv",
+            "p_scale": "*fp32",
+            "num_columns": "i32",
+        },
+        constants={"FP8_MAX": 448.0, "GROUP": 128, "BLOCK_G": launch.QUANTIZE_GROUPS},
+        num_warps=launch.QUANTIZE_WARPS,
+    )
+    assert "ld.global.v4" in ptx and "cvt.rn.satfinite.e4m3x2.f32" in ptx
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

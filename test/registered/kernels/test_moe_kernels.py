@@ -23,18 +23,19 @@ def test_kernels_agree_with_the_reference_on_the_gpu():
     run_cases(__file__, "moe_interpreter_cases.py", TRITON_INTERPRET="0")
 
 
-@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("kind", ["fp8", "bf16", "fp32"])
 @pytest.mark.parametrize("rows", [100, 8192])
-def test_grouped_product_compiles_for_hopper(fp8, rows):
+def test_grouped_product_compiles_for_hopper(kind, rows):
     """A tile that does not fit the chip, or FP8 that is widened to 16 bits first."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from sglang.kernels.ops.moe.grouped_gemm_kernel import grouped_gemm_kernel
     from sglang.kernels.ops.moe.launch import expert_tile
     from sglang.test.compile_kernels import compile_for_hopper
 
-    tile = expert_tile(rows)
-    element = "*fp8e4nv" if fp8 else "*bf16"
-    scale = "*fp32" if fp8 else "*bf16"
+    fp8 = kind == "fp8"
+    tile = expert_tile(rows, 4 if kind == "fp32" else 2)
+    element = "*fp8e4nv" if fp8 else f"*{kind}"
+    scale = "*fp32" if fp8 else element
     ptx = compile_for_hopper(
         grouped_gemm_kernel,
         pointers={
@@ -42,7 +43,7 @@ def test_grouped_product_compiles_for_hopper(fp8, rows):
             "p_w": element,
             "p_x_scale": scale,
             "p_w_scale": scale,
-            "p_out": "*bf16",
+            "p_out": "*fp32" if kind == "fp32" else "*bf16",
             "p_pairs": "*i32",
             "p_tile_experts": "*i32",
         },
@@ -58,8 +59,9 @@ def test_grouped_product_compiles_for_hopper(fp8, rows):
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    kind = ".e4m3.e4m3" if fp8 else ".bf16.bf16"
-    assert kind in ptx and "wgmma.mma_async" in ptx
+    if kind != "fp32":
+        operands = ".e4m3.e4m3" if fp8 else ".bf16.bf16"
+        assert operands in ptx and "wgmma.mma_async" in ptx
 
 
 def test_small_kernels_compile_for_hopper():

@@ -134,7 +134,7 @@ def run_experts(
     """
     if not x.shape[0]:
         return torch.empty_like(x)
-    tile = tile or expert_tile(x.shape[0])
+    tile = tile or expert_tile(x.shape[0], x.element_size())
     order = order_by_expert(chosen, gate_up.shape[0], tile.block_m)
     num_pairs = chosen.numel()
     both = grouped_linear(x, gate_up, gate_up_scale, order, tile, num_pairs=num_pairs)

@@ -5,7 +5,7 @@ Values are guesses from tile arithmetic until ``benchmark/`` holds a measurement
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang.kernels.ops.quantization.launch import SMALL_ROWS
 
@@ -30,6 +30,10 @@ _FEW = ExpertTile(16, 128, 128, num_warps=4, num_stages=4, weights_first=True)
 _MANY = ExpertTile(64, 128, 64, num_warps=4, num_stages=3, weights_first=False)
 
 
-def expert_tile(num_tokens: int) -> ExpertTile:
-    """Decode and verify give an expert a few rows, prompt chunks give it hundreds."""
-    return _FEW if num_tokens <= SMALL_ROWS else _MANY
+def expert_tile(num_tokens: int, element_bytes: int) -> ExpertTile:
+    """Decode and verify give an expert a few rows, prompt chunks give it hundreds.
+
+    Elements of 4 bytes (fp32 runs) take half the stages, or the tiles would not fit shared memory.
+    """
+    tile = _FEW if num_tokens <= SMALL_ROWS else _MANY
+    return replace(tile, num_stages=2) if element_bytes > 2 else tile

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
-from sglang.kernels.ops.quantization.launch import GemmTile, dense_tile
+from sglang.kernels.ops.quantization.launch import (
+    QUANTIZE_GROUPS,
+    QUANTIZE_WARPS,
+    GemmTile,
+    dense_tile,
+)
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.quantization.fp8_kernels import (
@@ -34,7 +39,8 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     q = torch.empty((num_rows, num_columns), dtype=FP8_DTYPE, device=x.device)
     scale = torch.empty((num_rows, num_groups(num_columns)), dtype=torch.float32, device=x.device)
     if q.numel():
-        quantize_kernel[(num_rows, scale.shape[1])](
+        groups = scale.shape[1]
+        quantize_kernel[(num_rows, -(-groups // QUANTIZE_GROUPS))](
             x,
             q,
             scale,
@@ -42,9 +48,11 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
             q.stride(0),
             scale.stride(0),
             num_columns,
+            groups,
             FP8_MAX=FP8_MAX,
             GROUP=GROUP,
-            num_warps=1,
+            BLOCK_G=QUANTIZE_GROUPS,
+            num_warps=QUANTIZE_WARPS,
         )
     return q, scale
 

@@ -15,21 +15,24 @@ def quantize_kernel(
     stride_q,
     stride_scale,
     num_columns,
+    num_groups,
     FP8_MAX: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):
-    """One group of one row. Grid (rows, groups). A group of zeros has scale 1."""
+    """BLOCK_G groups of one row. Grid (rows, blocks of groups). A group of zeros has scale 1."""
     row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
-    column = group * GROUP + tl.arange(0, GROUP)
+    group = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < num_columns
     x = tl.load(p_x + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(x), 0)
-    scale = tl.where(largest > 0.0, tl.div_rn(largest, FP8_MAX), 1.0)
-    scaled = tl.div_rn(x, tl.zeros_like(x) + scale)
+    largest = tl.max(tl.abs(x), 1)
+    top = tl.zeros_like(largest) + FP8_MAX
+    scale = tl.where(largest > 0.0, tl.div_rn(largest, top), 1.0)
+    scaled = tl.div_rn(x, tl.zeros_like(x) + scale[:, None])
     scaled = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
     tl.store(p_q + row * stride_q + column, scaled.to(p_q.dtype.element_ty), mask=inside)
-    tl.store(p_scale + row * stride_scale + group, scale)
+    tl.store(p_scale + row * stride_scale + group, scale, mask=group < num_groups)
 
 
 @triton.jit

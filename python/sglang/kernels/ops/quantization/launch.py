@@ -18,6 +18,11 @@ class GemmTile:
     num_stages: int
 
 
+QUANTIZE_GROUPS = 8
+"""Groups of one row that a program quantises: 16 bytes a thread of its warps."""
+
+QUANTIZE_WARPS = 4
+
 SMALL_ROWS = 128
 """Most rows of the table for decode and verify; above the rows of any step of the workloads here."""
 
