@@ -136,6 +136,19 @@ def test_dashboard_names_metrics_that_exist():
     assert len(places) == len(ids)
 
 
+def test_every_metric_is_documented():
+    """Catches a metric without a line, or a line for one that no server has."""
+    text = ServerMetrics("m").render().decode()
+    served = {
+        name + ("_total" if kind == "counter" else "")
+        for name, kind in re.findall(r"^# TYPE (sglang:\w+) (\w+)", text, re.MULTILINE)
+        if not name.endswith("_created")
+    }
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`(sglang:\w+)`", page)
+    assert {name.replace("_total_total", "_total") for name in served} == set(listed)
+
+
 @pytest.mark.parametrize("name", ["datasource.yaml", "provider.yaml"])
 def test_grafana_provisioning(name):
     assert yaml.safe_load((DEPLOY / "grafana" / name).read_text("utf-8"))["apiVersion"] == 1
