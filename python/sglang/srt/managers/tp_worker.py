@@ -215,9 +215,7 @@ class TpModelWorker:
             num_drafts=width - 1,
         )
 
-    def _edit_verify_logits(
-        self, reqs: Sequence[Req], logits: Tensor, proposal: Proposal
-    ) -> None:
+    def _edit_verify_logits(self, reqs: Sequence[Req], logits: Tensor, proposal: Proposal) -> None:
         """Penalties, bias, minimum length and grammar, each row after the drafts that lead to it."""
         tree, width = proposal.tree, proposal.tokens.shape[1] + 1
         for i, req in enumerate(reqs):
@@ -230,9 +228,7 @@ class TpModelWorker:
                 if req.grammar is not None:
                     forbid(own, req.grammar.mask_chain(drafts))
                 continue
-            paths = [
-                [drafts[n - 1] for n in tree.path_to(i, node)[1:]] for node in range(width)
-            ]
+            paths = [[drafts[n - 1] for n in tree.path_to(i, node)[1:]] for node in range(width)]
             for node, ahead in enumerate(paths):
                 req.sampling.edit_logits(own[node : node + 1], req.output_ids + ahead, ())
             if req.grammar is not None:
@@ -248,9 +244,7 @@ class TpModelWorker:
             self._runner.kv_pool.move_slots(*moves)
         return compact_output(output, self._ids(flat_rows(paths, width)))
 
-    def _commit_verify(
-        self, plan: DecodePlan, fb: ForwardBatch, verdict: Verdict
-    ) -> list[int]:
+    def _commit_verify(self, plan: DecodePlan, fb: ForwardBatch, verdict: Verdict) -> list[int]:
         """Make the accepted rows permanent; return the lengths of stored boundary states."""
         steps, tracked = [], []
         grid = self._track_grid_tokens
