@@ -194,6 +194,15 @@ def test_oversized_and_bad_requests_disturb_nobody(checkpoint, alone):
         assert reason.type == "abort" and reason.status_code == 400 and word in reason.message
 
 
+@pytest.mark.parametrize(("length", "mode"), [(2, {}), (5, SPEC)], ids=MODE_IDS)
+def test_a_context_that_serves_nobody_is_refused(checkpoint, length, mode):
+    """F90: a server that could take no prompt says so by the flag's name; one token more works."""
+    with pytest.raises(ValueError, match=f"--context-length {length} .*raise --context-length"):
+        InProcessEngine(checkpoint, context_length=length, **mode)
+    engine = InProcessEngine(checkpoint, context_length=length + 1, **mode)
+    assert len(engine.generate([[5]], max_new_tokens=4, ignore_eos=True)[0]) == 1
+
+
 def test_queue_limit_answers_503(checkpoint):
     """F93: every request over the queue limit gets an answer."""
     engine = InProcessEngine(checkpoint, max_queued_requests=2)

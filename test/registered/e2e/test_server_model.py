@@ -254,6 +254,16 @@ def test_a_bad_constraint_is_a_400_that_names_it(server, options, param, stream)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
+def test_sizes_that_serve_nobody_end_the_start_with_one_sentence():
+    """Catches a traceback where the operator needs the flag and the way out."""
+    flags = ("--max-total-tokens", "1")
+    with FakeServer("demo", *flags, module="sglang.launch_server") as server:
+        assert server.process.wait(60) == 1
+        log = server.log()
+    assert "--max-total-tokens 1 holds no request" in log and "raise it" in log
+    assert "Traceback" not in log
+
+
 def test_hard_kill_leaves_no_scheduler():
     """Catches a scheduler that outlives its server (F95)."""
     with FakeServer("demo", module="sglang.launch_server") as server:

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.memory_plan import (
     check_allocated,
     make_plan,
 )
+from sglang.srt.mem_cache.plan_inputs import MemoryPlanError
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.request_memory import RequestMemory
 from sglang.srt.mem_cache.request_slots import RequestSlots
@@ -105,7 +106,7 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
         accept_rule=accept_rule,
     )
     chunk_tokens = args.chunked_prefill_size
-    max_req_len = min(memory.largest_request(), plan.context_length) - draft_token_num
+    max_req_len = _max_req_len(memory, plan, draft_token_num)
     info = _info(args, model_config, plan, memory, max_req_len)
     if drafter is not None:
         info |= {"speculative_accept_rule": accept_rule.name, **simulated_info()}
@@ -146,6 +147,22 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
         internal_state=lambda: info if host is None else info | {"hicache": host.stats()},
     )
     return BuiltEngine(scheduler, worker, runner, memory, pools, plan, info, host)
+
+
+def _max_req_len(memory: RequestMemory, plan: MemoryPlan, draft_token_num: int) -> int:
+    """Tokens of the largest request; the rows of one more step must fit behind them.
+
+    Raises: MemoryPlanError if that leaves no room for a prompt and an output token.
+    """
+    pool = memory.largest_request()
+    longest = min(pool, plan.context_length) - draft_token_num
+    if longest < 2:
+        raise MemoryPlanError(
+            f"--context-length {plan.context_length} and a KV cache that holds {pool} tokens of one "
+            f"request serve nobody: a prompt token, an output token and {draft_token_num} rows of a "
+            f"step need {draft_token_num + 2}; raise --context-length or --max-total-tokens"
+        )
+    return longest
 
 
 def _build_memory(

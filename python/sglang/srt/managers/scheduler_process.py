@@ -24,6 +24,7 @@ from sglang.srt.managers.io_struct import (
     encode_message,
 )
 from sglang.srt.managers.parent_watch import die_with_parent
+from sglang.srt.mem_cache.plan_inputs import MemoryPlanError
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,11 @@ def main() -> int:
     channel = Channel(start["recv_endpoint"], start["send_endpoint"])
     try:
         return _serve(start["server_args"], channel)
+    except (
+        MemoryPlanError
+    ) as error:  # the front end logs the sentence; where it was found helps nobody
+        channel.send(FatalErrorOutput(message=str(error)))
+        return 1
     except Exception as error:  # the process boundary: report the cause, then end
         logger.error("scheduler stopped:\n%s", traceback.format_exc())
         channel.send(FatalErrorOutput(message=f"{type(error).__name__}: {error}"))
