@@ -49,6 +49,11 @@ class GrammarCompiler:
         self._end_ids = sorted(end_ids)
         if refusal is None and tokenizer is None:
             refusal = "constrained decoding needs a tokenizer, and this server runs without one"
+        elif refusal is None and tokenizer is not None:
+            backend = tokenizer.backend  # a config may name end tokens that its tokenizer lacks
+            self._end_ids = [i for i in self._end_ids if backend.id_to_token(i) is not None]
+            if not self._end_ids:
+                refusal = "constrained decoding needs an end token that the tokenizer knows"
         self._refusal = refusal
         self._table: Any = None
         self._cache: OrderedDict[tuple[str, str], Any] = OrderedDict()
@@ -83,11 +88,11 @@ class GrammarCompiler:
 
     def _new_matcher(self, kind: str, text: str) -> Any:
         llguidance = _llguidance(kind)
-        if self._table is None:
-            self._table = _vocabulary(
-                llguidance, self._tokenizer.path, self._vocab_size, self._end_ids
-            )
         try:
+            if self._table is None:
+                self._table = _vocabulary(
+                    llguidance, self._tokenizer.path, self._vocab_size, self._end_ids
+                )
             grammar = _grammar(llguidance, kind, text)
         except ValueError as error:
             raise ValueError(f"{kind}: {error}") from error
