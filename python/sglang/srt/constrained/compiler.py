@@ -71,7 +71,7 @@ class GrammarCompiler:
         assert self._tokenizer is not None
         matcher = self._cache.get((kind, text))
         if matcher is None:
-            matcher = self._new_matcher(kind, text)
+            matcher = self._new_matcher(self._tokenizer.path, kind, text)
             self._cache[kind, text] = matcher
             if len(self._cache) > MAX_CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
@@ -86,12 +86,12 @@ class GrammarCompiler:
             start_after=start_after,
         )
 
-    def _new_matcher(self, kind: str, text: str) -> Any:
+    def _new_matcher(self, tokenizer_file: Path, kind: str, text: str) -> Any:
         llguidance = _llguidance(kind)
         try:
             if self._table is None:
                 self._table = _vocabulary(
-                    llguidance, self._tokenizer.path, self._vocab_size, self._end_ids
+                    llguidance, tokenizer_file, self._vocab_size, self._end_ids
                 )
             grammar = _grammar(llguidance, kind, text)
         except ValueError as error:
