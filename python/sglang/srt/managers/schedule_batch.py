@@ -125,11 +125,6 @@ class PrefillPlan:
     chunks: list[PrefillChunk]
 
     @property
-    def req_pool_idx(self) -> int | None:
-        """Request row while the request holds memory."""
-        return self.kv.req_pool_idx
-
-    @property
     def num_tokens(self) -> int:
         return sum(c.end - c.start for c in self.chunks)
 

@@ -48,9 +48,7 @@ def main() -> int:
     channel = Channel(start["recv_endpoint"], start["send_endpoint"])
     try:
         return _serve(start["server_args"], channel)
-    except (
-        MemoryPlanError
-    ) as error:  # the front end logs the sentence; where it was found helps nobody
+    except MemoryPlanError as error:  # a sentence for the operator, which the front end logs
         channel.send(FatalErrorOutput(message=str(error)))
         return 1
     except Exception as error:  # the process boundary: report the cause, then end
