@@ -17,7 +17,7 @@ from sglang.srt.constrained.grammar_state import GrammarState
 from sglang.srt.managers.tokenizer import Tokenizer
 
 MAX_CACHED_GRAMMARS = 64
-_WHITESPACE = r"( |\n[ \t]{0,32})"
+_WHITESPACE = r"( |\n( {0,24}|\t{0,8}))"
 """Between the tokens of JSON: one blank, or one line break and an indent. Models that like blanks
 would otherwise never get to the end."""
 _NEEDS_PACKAGE = (

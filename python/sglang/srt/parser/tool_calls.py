@@ -113,6 +113,15 @@ def parser_for_template(template: str) -> str | None:
     return "qwen3_coder" if "<function=" in template else "qwen25"
 
 
+_COMPACT = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""llguidance's options for JSON as `json.dumps` writes it: nobody sees the blanks of a forced call."""
+
+
 def forced_calls_schema(
     tools: list[dict[str, Any]], *, name: str | None, single: bool = False
 ) -> dict[str, Any]:
@@ -139,7 +148,7 @@ def forced_calls_schema(
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if single or name is not None:
         schema["maxItems"] = 1
-    return {**schema, "$defs": definitions}
+    return {**schema, "$defs": definitions, "x-guidance": _COMPACT}
 
 
 def _rebased(schema: Any, root: str) -> Any:
