@@ -26,8 +26,8 @@ def _bits(mask: np.ndarray, logits: Tensor) -> Tensor:
     """[M, vocab] bool on the logits' device; a GPU gets the words and unpacks them itself."""
     octets = mask.view(np.uint8)
     if logits.device.type == "cpu":
-        bits = np.unpackbits(octets, axis=1, bitorder="little")
-        return torch.from_numpy(bits).view(torch.bool)[:, : logits.shape[-1]]
+        flat = np.unpackbits(octets, axis=1, bitorder="little")
+        return torch.from_numpy(flat).view(torch.bool)[:, : logits.shape[-1]]
     shifts = torch.arange(_BITS_OF_BYTE, dtype=torch.uint8, device=logits.device)
     bits = (torch.from_numpy(octets).to(logits.device).unsqueeze(-1) >> shifts) & 1
     return bits.view(mask.shape[0], -1)[:, : logits.shape[-1]].bool()
