@@ -187,10 +187,6 @@ def test_what_is_not_in_this_build_is_refused_by_name(model):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"speculative_algorithm": "NEXTN", "speculative_draft_model_path": "d"},
-            "--speculative-draft-model-path: NEXTN",
-        ),
         ({"speculative_algorithm": "DSPARK"}, "--speculative-algorithm DSPARK: .* give"),
     ],
 )
