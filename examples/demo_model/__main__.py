@@ -193,7 +193,11 @@ def _run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     options = _parser().parse_args(argv)
+    threads = torch.get_num_threads()
     try:
+        # With several threads the CPU's matrix library may cut sums differently from run to run, and
+        # then the same seed would not give the same weights.
+        torch.set_num_threads(1)
         _run(options)
     except DemoModelError as error:
         print(f"demo_model: {error}", file=sys.stderr)
@@ -201,6 +205,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("demo_model: interrupted; the same command continues from here", file=sys.stderr)
         return 130
+    finally:
+        torch.set_num_threads(threads)
     return 0
 
 
