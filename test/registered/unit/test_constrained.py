@@ -143,5 +143,22 @@ def test_refusals_name_the_option_and_the_way_out(tokenizer):
             own.compile("ebnf", "start: /a/")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root ::= foo",
+        'x ::= "a"',
+        "::=",
+        'root ::= "\\',
+        "root ::= " + "(" * 3000 + '"a"' + ")" * 3000,
+    ],
+    ids=["undefined rule", "no root", "no name", "open escape", "deep"],
+)
+def test_gbnf_that_cannot_be_read_is_refused(compiler, text):
+    """Catches an error of the converter that ends the scheduler: its errors are no ValueError."""
+    with pytest.raises(ValueError, match="^ebnf: the GBNF grammar cannot be read"):
+        compiler.compile("ebnf", text)
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

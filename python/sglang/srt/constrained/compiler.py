@@ -121,9 +121,17 @@ def _grammar(llguidance: ModuleType, kind: str, text: str) -> str:
     if kind == "regex":
         return matcher.grammar_from_regex(text)
     if "::=" in text:
-        convert = importlib.import_module("llguidance.gbnf_to_lark").gbnf_to_lark
-        return matcher.grammar_from_lark(convert(text))
+        return matcher.grammar_from_lark(_lark_from_gbnf(text))
     return matcher.grammar_from_lark(text)
+
+
+def _lark_from_gbnf(text: str) -> str:
+    """The grammar in Lark's notation. Raises: ValueError for one that cannot be read."""
+    convert = importlib.import_module("llguidance.gbnf_to_lark").gbnf_to_lark
+    try:
+        return convert(text)
+    except Exception as error:  # bare exceptions, index and recursion errors, all about the text
+        raise ValueError(f"the GBNF grammar cannot be read: {error}") from error
 
 
 def _first_lines(text: str) -> str:
