@@ -314,8 +314,18 @@ def test_bad_chat_is_a_400(server, change):
         b'{"prompt": "\xff"}',
         b'{"prompt": "a", "temperature": NaN}',
         b"[" * 5000,
+        b'{"metadata": ' + b"[" * 300 + b"]" * 300 + b"}",
     ],
-    ids=["empty", "open", "list", "number", "not utf-8", "NaN", "nested"],
+    ids=[
+        "empty",
+        "open",
+        "list",
+        "number",
+        "not utf-8",
+        "NaN",
+        "nested",
+        "too deep to write again",
+    ],
 )
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/abort_request"]

@@ -21,6 +21,11 @@ NO_OPS = frozenset({"log_metrics", "prompt_cache_key", "safety_identifier", "ser
 add with the value false or null needs no entry."""
 
 
+MAX_DEPTH = 200
+"""Levels of nesting in a body. Reading allows 1,024, writing 254, and schemas and conversations are
+written again inside other objects."""
+
+
 class ClientGone(Exception):
     """The client closed the connection before there was an answer."""
 
@@ -28,7 +33,7 @@ class ClientGone(Exception):
 async def read_json(request: Request) -> dict[str, Any]:
     """The body as an object, without the fields that are null.
 
-    Raises: RequestError 400 if it is not a JSON object in UTF-8.
+    Raises: RequestError 400 if it is not a JSON object in UTF-8, or nested too deeply.
     """
     body = await request.body()
     try:
@@ -37,7 +42,29 @@ async def read_json(request: Request) -> dict[str, Any]:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
     return {key: item for key, item in value.items() if item is not None}
+
+
+def _check_depth(value: dict[str, Any]) -> None:
+    for key, item in value.items():
+        level = [item]
+        for _ in range(MAX_DEPTH):
+            containers = [each for each in level if isinstance(each, dict | list)]
+            level = [
+                inner
+                for each in containers
+                for inner in (each.values() if isinstance(each, dict) else each)
+            ]
+            if not level:
+                break
+        else:
+            raise RequestError(
+                f"{key} is nested more than {MAX_DEPTH} levels deep; send it flatter",
+                param=key,
+                code="invalid_json",
+            )
 
 
 def decode_body(body: dict[str, Any], model: type[T]) -> T:
