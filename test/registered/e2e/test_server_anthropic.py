@@ -77,6 +77,18 @@ def test_forced_tool_use_and_its_result(client, choice):
     assert create(client, messages=turns, tools=[TOOL]).usage.output_tokens > 0
 
 
+@pytest.mark.parametrize(("kind", "thinks"), [("enabled", 1), ("adaptive", 1), ("disabled", 0)])
+def test_thinking_is_on_unless_disabled(client, kind, thinks):
+    """Catches a kind that the clients send and that silently switches thinking off."""
+    reply = create(client, thinking={"type": kind})
+    assert [block.type for block in reply.content].count("thinking") == thinks
+
+
+def test_an_unknown_kind_of_thinking_is_refused(client):
+    with pytest.raises(anthropic.BadRequestError, match=r"thinking.type must be .* got 'some'"):
+        create(client, thinking={"type": "some"})
+
+
 def test_stop_sequence(client):
     free = "".join(block.text for block in create(client).content if block.type == "text")
     word = free.split()[1]

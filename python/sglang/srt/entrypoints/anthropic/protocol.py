@@ -54,7 +54,7 @@ def to_chat(request: MessagesRequest | CountTokensRequest) -> ChatCompletionRequ
     if request.tool_choice is not None and request.tool_choice.get("disable_parallel_tool_use"):
         chat.parallel_tool_calls = False
     if request.thinking is not None:
-        chat.chat_template_kwargs = {"enable_thinking": request.thinking.get("type") == "enabled"}
+        chat.chat_template_kwargs = {"enable_thinking": _thinks(request.thinking)}
     if isinstance(request, MessagesRequest):
         chat.max_tokens = request.max_tokens
         chat.stop = request.stop_sequences
@@ -63,6 +63,15 @@ def to_chat(request: MessagesRequest | CountTokensRequest) -> ChatCompletionRequ
         chat.top_k = request.top_k
         chat.stream = request.stream
     return chat
+
+
+def _thinks(thinking: dict[str, Any]) -> bool:
+    kind = thinking.get("type")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise RequestError(
+            f"thinking.type must be enabled, adaptive or disabled, got {kind!r}", param="thinking"
+        )
+    return kind != "disabled"
 
 
 def _chat_messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
