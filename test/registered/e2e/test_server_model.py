@@ -233,6 +233,19 @@ def test_forced_tool_choice_gives_a_valid_call(client, choice, is_on):
     assert "".join(p.function.arguments or "" for p in pieces) == call.function.arguments
 
 
+@pytest.mark.parametrize(("key", "status"), [("50", 200), ("S", 400)])
+def test_native_logit_bias(server, key, status):
+    """Catches ids that stay the texts that JSON makes of them."""
+    params = {"max_new_tokens": 4, "temperature": 0, "logit_bias": {key: 100}}
+    body = {"text": "a", "sampling_params": params}
+    reply = httpx.post(server.url + "/generate", json=body, timeout=60)
+    assert reply.status_code == status
+    if status == 200:
+        assert reply.json()["output_ids"] == [50] * 4
+    else:
+        assert reply.json()["error"]["param"] == "logit_bias"
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [

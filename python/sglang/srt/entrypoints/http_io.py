@@ -89,6 +89,16 @@ def decode_body(body: dict[str, Any], model: type[T]) -> T:
         raise type_error(str(error)) from error
 
 
+def id_keys(given: dict[Any, T], field: str) -> dict[Any, T]:
+    """`given` with its keys, which JSON makes texts, as token ids. Raises: RequestError 400."""
+    try:
+        return {int(key) if isinstance(key, str) else key: item for key, item in given.items()}
+    except ValueError as error:
+        raise RequestError(
+            f"{field} has a key that is no token id: {error}", param=field
+        ) from error
+
+
 def type_error(text: str) -> RequestError:
     """The 400 for a msgspec message such as "Expected `int`, got `str` - at `$.n`"."""
     what, _, where = text.partition(" - at `$.")

@@ -10,6 +10,7 @@ import msgspec
 import orjson
 
 from sglang.srt.entrypoints.front_end import FrontEnd
+from sglang.srt.entrypoints.http_io import id_keys
 from sglang.srt.entrypoints.openai.errors import error_event
 from sglang.srt.entrypoints.openai.logprobs import finite
 from sglang.srt.managers.errors import RequestError
@@ -74,6 +75,8 @@ class NativeServing:
         inputs: list[GenerateReqInput] = []
         for at in range(num_prompts):
             values = {"max_new_tokens": DEFAULT_MAX_NEW_TOKENS, **_without_nulls(given[at])}
+            if isinstance(values.get("logit_bias"), dict):
+                values["logit_bias"] = id_keys(values["logit_bias"], "logit_bias")
             params = self._manager.sampling_params(values)
             if not 1 <= params.n <= MAX_SEQUENCES:
                 raise RequestError(f"n must be in [1, {MAX_SEQUENCES}], got {params.n}", param="n")

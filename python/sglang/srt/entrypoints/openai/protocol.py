@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 import orjson
 
+from sglang.srt.entrypoints.http_io import id_keys
 from sglang.srt.managers.errors import RequestError
 
 FIELD_NAMES = {
@@ -153,21 +154,12 @@ def sampling_values(request: CommonRequest) -> dict[str, Any]:
     if request.seed is not None:
         values["sampling_seed"] = request.seed
     if request.logit_bias is not None:
-        values["logit_bias"] = _logit_bias(request.logit_bias)
+        values["logit_bias"] = id_keys(request.logit_bias, "logit_bias")
     if isinstance(values.get("json_schema"), dict):
         values["json_schema"] = orjson.dumps(values["json_schema"]).decode()
     if request.response_format is not None:
         values.update(_response_format(request.response_format))
     return values
-
-
-def _logit_bias(given: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(key): value for key, value in given.items()}
-    except ValueError as error:
-        raise RequestError(
-            f"logit_bias has a key that is no token id: {error}", param="logit_bias"
-        ) from error
 
 
 def _response_format(given: dict[str, Any]) -> dict[str, str]:
