@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("svg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 SERIES = (
     ("triton snapshots", "snapshots, Triton", "#9aa5b1"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import orjson
@@ -20,8 +20,9 @@ from sglang.srt.parser.events import CallArguments, CallStart, Content, Event
 class _Writer:
     """Builds the output items of one response, and the events that tell of it."""
 
-    def __init__(self, frame: dict[str, Any]) -> None:
+    def __init__(self, frame: dict[str, Any], count_tokens: Callable[[str], int]) -> None:
         self.frame = frame
+        self._count_tokens = count_tokens
         self.items: list[dict[str, Any]] = []
         self._sequence = 0
         self._open = False
@@ -97,7 +98,21 @@ class _Writer:
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": why} if cut else None,
             "output": self.items,
-            "usage": _usage(state),
+            "usage": self._usage(state),
+        }
+
+    def _usage(self, state: ReqState) -> dict[str, Any]:
+        """Delivered ids; of them, as many as the reasoning text alone takes."""
+        reasoning = [i["content"][0]["text"] for i in self.items if i["type"] == "reasoning"]
+        num_reasoning = sum(self._count_tokens(text) for text in reasoning)
+        return {
+            "input_tokens": state.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": state.cached_tokens},
+            "output_tokens": state.completion_tokens,
+            "output_tokens_details": {
+                "reasoning_tokens": min(num_reasoning, state.completion_tokens)
+            },
+            "total_tokens": state.prompt_tokens + state.completion_tokens,
         }
 
 
@@ -108,13 +123,16 @@ class ResponsesServing:
         self._front = front_end
         self._chat = chat
 
+    def _count_tokens(self, text: str) -> int:
+        return len(self._front.tokenizer.encode(text, add_special_tokens=False))
+
     def prepare(self, request: ResponsesRequest, *, rid: str | None) -> ChatJob:
         """Check a request. Raises: RequestError 400 naming the field."""
         return self._chat.prepare(to_chat(request), rid=rid)
 
     async def answer(self, request: ResponsesRequest, job: ChatJob) -> dict[str, Any]:
         """The whole response."""
-        writer = _Writer(self._frame(request, job))
+        writer = _Writer(self._frame(request, job), self._count_tokens)
         last: ReqState | None = None
         async for events, state in self._chat.events(job):
             last = state
@@ -125,7 +143,7 @@ class ResponsesServing:
 
     async def stream(self, request: ResponsesRequest, job: ChatJob) -> AsyncGenerator[bytes, None]:
         """Server-sent events with names. An error after the first is an event of its own."""
-        writer = _Writer(self._frame(request, job))
+        writer = _Writer(self._frame(request, job), self._count_tokens)
         started = False
         chat_events = self._chat.events(job)
         try:
@@ -199,13 +217,3 @@ def _message_item() -> dict[str, Any]:
 def _reasoning_item() -> dict[str, Any]:
     part = {"type": "reasoning_text", "text": ""}
     return {**_item("reasoning", "rs"), "summary": [], "content": [part]}
-
-
-def _usage(state: ReqState) -> dict[str, Any]:
-    return {
-        "input_tokens": state.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": state.cached_tokens},
-        "output_tokens": state.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": state.prompt_tokens + state.completion_tokens,
-    }
