@@ -179,6 +179,20 @@ def test_logprobs_are_the_targets_and_complete(checkpoint):
         torch.testing.assert_close(other, values[0], atol=1e-4, rtol=1e-4)
 
 
+def test_a_prompt_retracted_half_way_is_scored_once(checkpoint):
+    """Catches prompt log probabilities that a retraction in the middle of the prompt doubles."""
+    text = prompts(1, 80, 80)[0]
+    engine = InProcessEngine(checkpoint, chunked_prefill_size=16, disable_radix_cache=True)
+    rid = engine.submit(
+        text, max_new_tokens=2, ignore_eos=True, return_logprob=True, logprob_start_len=0
+    )
+    engine.scheduler.step()
+    engine.scheduler.step()
+    engine.scheduler._retract(engine.scheduler.prefilling[0], engine.scheduler.prefilling)
+    engine.run()
+    assert [p.token_id for p in engine.outputs[rid][0].input_logprobs] == text
+
+
 def test_oversized_and_bad_requests_disturb_nobody(checkpoint, alone):
     """F89, F90: a refused request gets its reason; the running one never notices."""
     engine = InProcessEngine(checkpoint, max_total_tokens=512, **SPEC)

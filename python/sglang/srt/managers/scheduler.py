@@ -235,6 +235,8 @@ class Scheduler:
         """Take a request's memory and put it back in the queue; it loses and repeats nothing."""
         group.remove(req)
         self._memory.retract(req, req.token_ids()[: req.kv.committed_len])
+        if not req.output_ids:
+            req.input_logprobs.clear()  # the prompt will be scored again from the start
         req.num_retractions += 1
         self.metrics.num_retracted += 1
         logger.warning(
