@@ -70,32 +70,10 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
     if device.type == "cpu":
         torch.set_num_threads(args.cpu_threads)
     plan = make_plan(model_config, args)
-    for line in plan.describe().splitlines():
-        logger.info(line)
-    if plan.ssm_dtype != model_config.mamba_ssm_dtype:
-        logger.warning(
-            "recurrent state is kept in %s although the model's config names %s, so outputs may "
-            "differ; leave out --mamba-ssm-dtype and SGLANG_MAMBA_SSM_DTYPE to follow the config",
-            plan.ssm_dtype,
-            model_config.mamba_ssm_dtype,
-        )
+    _log_plan(plan, model_config)
     pools = build_pools(plan, device)
     check_allocated(plan, pools)
-    runner = ModelRunner(
-        model_config=model_config,
-        pools=pools,
-        device=device,
-        dtype=getattr(torch, args.dtype),
-        batch_invariant=args.enable_deterministic_inference,
-        weights=WeightSource(args.load_format, sys.stderr.isatty()),
-        max_step_rows=plan.max_running_requests * (plan.draft_tokens or 1),
-        linear_backends=select_linear_attn_backends(
-            args.linear_attn_backend,
-            decode=args.linear_attn_decode_backend,
-            prefill=args.linear_attn_prefill_backend,
-            verify=args.linear_attn_verify_backend,
-        ),
-    )
+    runner = _build_runner(args, model_config, plan, pools)
     drafter, accept_rule = build_speculation(args, runner, pools)
     draft_token_num = drafter.draft_token_num if drafter else 1
     memory, policy, host = _build_memory(args, pools, draft_token_num)
@@ -147,6 +125,38 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
         internal_state=lambda: info if host is None else info | {"hicache": host.stats()},
     )
     return BuiltEngine(scheduler, worker, runner, memory, pools, plan, info, host)
+
+
+def _log_plan(plan: MemoryPlan, model_config: ModelConfig) -> None:
+    for line in plan.describe().splitlines():
+        logger.info(line)
+    if plan.ssm_dtype != model_config.mamba_ssm_dtype:
+        logger.warning(
+            "recurrent state is kept in %s although the model's config names %s, so outputs may "
+            "differ; leave out --mamba-ssm-dtype and SGLANG_MAMBA_SSM_DTYPE to follow the config",
+            plan.ssm_dtype,
+            model_config.mamba_ssm_dtype,
+        )
+
+
+def _build_runner(
+    args: ServerArgs, model_config: ModelConfig, plan: MemoryPlan, pools: Pools
+) -> ModelRunner:
+    return ModelRunner(
+        model_config=model_config,
+        pools=pools,
+        device=torch.device(args.device),
+        dtype=getattr(torch, args.dtype),
+        batch_invariant=args.enable_deterministic_inference,
+        weights=WeightSource(args.load_format, sys.stderr.isatty()),
+        max_step_rows=plan.max_running_requests * (plan.draft_tokens or 1),
+        linear_backends=select_linear_attn_backends(
+            args.linear_attn_backend,
+            decode=args.linear_attn_decode_backend,
+            prefill=args.linear_attn_prefill_backend,
+            verify=args.linear_attn_verify_backend,
+        ),
+    )
 
 
 def _max_req_len(memory: RequestMemory, plan: MemoryPlan, draft_token_num: int) -> int:
