@@ -160,6 +160,7 @@ def test_a_stream_may_be_collected_in_the_engines_own_thread(engine):
     engine._loop.call_soon_threadsafe(stream.close)
     pending = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), engine._loop)
     pending.result(5)
+    assert engine.generate("ab", {"max_new_tokens": 2})["meta_info"]["completion_tokens"] == 2
 
 
 if __name__ == "__main__":

@@ -75,15 +75,17 @@ class Router:
         """Wait until a request is answered. Raises: AssertionError with the router's log."""
         body = {"model": model, "prompt": "ab", "max_tokens": 1}
         end = time.monotonic() + 90
+        last = "no answer"
         while time.monotonic() < end and self.process.poll() is None:
             try:
                 reply = httpx.post(self.url + "/v1/completions", json=body, timeout=10)
                 if reply.status_code == 200:
                     return
-            except httpx.HTTPError:
-                pass
+                last = f"{reply.status_code} {reply.text[:200]}"
+            except httpx.HTTPError as error:  # not listening yet
+                last = repr(error)
             time.sleep(0.2)
-        raise AssertionError(self.log()[-3000:])
+        raise AssertionError(f"not ready, last: {last}\n{self.log()[-3000:]}")
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -38,7 +38,8 @@ def test_kernels_compile_for_hopper():
     )
     for kernel, constants, num_warps in cases:
         own = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-        compile_for_hopper(kernel, pointers=own, constants=constants, num_warps=num_warps)
+        ptx = compile_for_hopper(kernel, pointers=own, constants=constants, num_warps=num_warps)
+        assert ".target sm_90" in ptx and ".entry" in ptx
 
 
 if __name__ == "__main__":

@@ -69,23 +69,25 @@ def test_small_kernels_compile_for_hopper():
     from sglang.kernels.ops.moe import moe_kernels
     from sglang.test.compile_kernels import compile_for_hopper
 
-    compile_for_hopper(
+    route = compile_for_hopper(
         moe_kernels.route_kernel,
         pointers={"p_logits": "*bf16", "p_weights": "*bf16", "p_chosen": "*i32"},
         constants={"TOP_K": 8, "BLOCK_K": 8, "BLOCK_E": 256, "RENORMALISE": True},
         num_warps=1,
     )
-    compile_for_hopper(
+    place = compile_for_hopper(
         moe_kernels.place_kernel,
         pointers=dict.fromkeys(("p_chosen", "p_counts", "p_pairs", "p_tile_experts"), "*i32"),
         constants={"BLOCK": 1024, "BLOCK_E": 256, "BLOCK_M": 16},
     )
-    compile_for_hopper(
+    combine = compile_for_hopper(
         moe_kernels.combine_kernel,
         pointers=dict.fromkeys(("p_parts", "p_weights", "p_shared", "p_gate", "p_out"), "*bf16")
         | {"p_chosen": "*i32"},
         constants={"TOP_K": 8, "HAS_SHARED": True, "BLOCK": 1024},
     )
+    assert all(".target sm_90" in ptx for ptx in (route, place, combine))
+    assert "atom" not in place and "red.global" not in place, "placing must not depend on a race"
 
 
 if __name__ == "__main__":
