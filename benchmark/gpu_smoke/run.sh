@@ -15,18 +15,21 @@ mkdir -p "$out"
 deadline=$((SECONDS + ${BUDGET_S:-580}))
 status=0
 
-# Kernels first: what they break, everything else reports again.
-files=(
+# These share the GPU: they check values, not times or free memory.
+together=(
     test/registered/kernels/test_fp8_kernels.py
     test/registered/kernels/test_moe_kernels.py
     test/registered/kernels/test_fused_kernels.py
     test/registered/kernels/test_paged_attention.py
-    test/registered/e2e/test_models_cuda.py
-    test/registered/kernels/test_memory_cuda.py
     test/registered/kernels/test_gdn_cuda.py
     test/registered/attention/test_gdn_backend_cuda.py
+    test/registered/e2e/test_models_cuda.py
     test/registered/e2e/test_engine_cuda.py
     test/registered/e2e/test_drafters_cuda.py
+)
+# These compare the device's own counters.
+alone=(
+    test/registered/kernels/test_memory_cuda.py
     test/registered/unit/test_hicache_cuda.py
 )
 
@@ -47,24 +50,30 @@ PYTHON
 
 note() { echo "$1" | tee -a "$out/summary.txt"; }
 
-for file in "${files[@]}"; do
-    left=$((deadline - SECONDS))
+run_file() {
+    local file=$1 name left begin=$SECONDS
     name=$(basename "$file" .py)
+    left=$((deadline - SECONDS))
     if ((left < 5)); then
         note "not run  $name: out of time"
-        status=1
-        continue
+        return 1
     fi
-    begin=$SECONDS
     # -s keeps the figures that tests print; the interpreter's runs need no GPU.
     if timeout "$left" "$PY" -m pytest -q -s --durations=3 -k "not interpreter" "$file" > "$out/$name.log" 2>&1; then
-        verdict=passed
+        note "passed  $name  $((SECONDS - begin)) s  $(tail -1 "$out/$name.log")"
     else
-        verdict=FAILED
-        status=1
+        note "FAILED  $name  $((SECONDS - begin)) s  $(tail -1 "$out/$name.log")"
+        return 1
     fi
-    note "$verdict  $name  $((SECONDS - begin)) s  $(grep -E '[0-9]+ (passed|failed|skipped|error)' "$out/$name.log" | tail -1)"
+}
+
+pids=()
+for file in "${together[@]}"; do
+    run_file "$file" &
+    pids+=($!)
 done
+for pid in "${pids[@]}"; do wait "$pid" || status=1; done
+for file in "${alone[@]}"; do run_file "$file" || status=1; done
 
 left=$((deadline - SECONDS))
 if ((left > 20)); then
