@@ -133,6 +133,7 @@ class Setup:
             mamba_cache_indices=ints(SLOTS if slots is None else slots, torch.int32),
             mamba_track_indices=None if track is None else ints(track[0]),
             mamba_track_rows=None if track is None else ints(track[1]),
+            mamba_track_rows_cpu=None if track is None else list(track[1]),
             draft_token_num=DRAFTS,
             query_lens_cpu=lengths,
         )

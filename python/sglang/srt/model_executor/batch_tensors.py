@@ -60,7 +60,7 @@ def make_forward_batch(
     positions, row_of_token, row_index, starts_column, lens_column = columns.split(
         [num_tokens, num_tokens, num_requests, num_requests, num_requests]
     )
-    tracking = track_slots is not None and any(slot >= 0 for slot in track_slots)
+    tracking = track_slots is not None and track_rows is not None and any(slot >= 0 for slot in track_slots)
     return ForwardBatch(
         forward_mode=mode,
         input_ids=input_ids,
@@ -75,6 +75,7 @@ def make_forward_batch(
         ),
         mamba_track_indices=torch.tensor(track_slots, device=table.device) if tracking else None,
         mamba_track_rows=torch.tensor(track_rows, device=table.device) if tracking else None,
+        mamba_track_rows_cpu=list(track_rows) if tracking else None,
         logits_rows=logits_rows,
         capture_hidden=capture_hidden,
         capture_layer_ids=capture_layer_ids,

@@ -60,6 +60,7 @@ class ForwardBatch:
     mamba_cache_indices  [R] int32, working state slot, -1 skips; None for a model without GDN layers
     mamba_track_indices  [R] int64, slot for a boundary state, -1 none
     mamba_track_rows     [R] int64, EXTEND/DECODE: store the state after so many rows, -1 none
+    mamba_track_rows_cpu the same on the host
     logits_rows          [M] int64, rows whose logits are wanted; None means all
     spec_hidden          [T, H], hidden input of an MTP model
     tree_parents         [R, D] int64, TARGET_VERIFY of trees: row that each row continues, -1 for the
@@ -79,6 +80,7 @@ class ForwardBatch:
     mamba_cache_indices: Tensor | None = None
     mamba_track_indices: Tensor | None = None
     mamba_track_rows: Tensor | None = None
+    mamba_track_rows_cpu: list[int] | None = None
     logits_rows: Tensor | None = None
     capture_hidden: CaptureHiddenMode = CaptureHiddenMode.NULL
     capture_layer_ids: tuple[int, ...] = ()

@@ -134,8 +134,7 @@ class GDNAttnBackend(MambaAttnBackendBase):
         self._tuple_kernel_checked = False
 
     def init_forward_metadata(self, fb: ForwardBatch) -> None:
-        """Slots, scratch rows and boundary states of the call. A prefill with boundaries reads their rows
-        back to the host, once a call."""
+        """Slots, scratch rows and boundary states of the call."""
         slots = self.slots_of(fb)
         metadata = GDNForwardMetadata(slots, fb.query_start_loc, fb.mamba_track_indices)
         if fb.forward_mode.is_target_verify():
@@ -145,11 +144,11 @@ class GDNAttnBackend(MambaAttnBackendBase):
                 slots >= 0,
                 self.num_verify_rows,
             )
-        elif fb.mamba_track_indices is not None and fb.mamba_track_rows is not None:
+        elif fb.mamba_track_indices is not None and fb.mamba_track_rows_cpu is not None:
             if fb.forward_mode.is_decode():
                 metadata.track_mask = fb.mamba_track_rows > 0
             else:
-                metadata.track = PrefillTrack(fb.mamba_track_rows.tolist(), fb.mamba_track_indices)
+                metadata.track = PrefillTrack(fb.mamba_track_rows_cpu, fb.mamba_track_indices)
         self.forward_metadata = metadata
 
     @property
