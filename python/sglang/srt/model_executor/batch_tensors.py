@@ -60,7 +60,11 @@ def make_forward_batch(
     positions, row_of_token, row_index, starts_column, lens_column = columns.split(
         [num_tokens, num_tokens, num_requests, num_requests, num_requests]
     )
-    tracking = track_slots is not None and track_rows is not None and any(slot >= 0 for slot in track_slots)
+    tracking = (
+        track_slots is not None
+        and track_rows is not None
+        and any(slot >= 0 for slot in track_slots)
+    )
     return ForwardBatch(
         forward_mode=mode,
         input_ids=input_ids,
