@@ -5,6 +5,8 @@ Known faults F04, F06. The CPU's counterpart is test_drafters_demo.py.
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -47,9 +49,23 @@ TREES = {
     "ngram": ({"speculative_algorithm": "NGRAM"}, 1.1),
 }
 CASES = CHAINS | TREES
-SIZES = {"device": "cuda", "max_running_requests": 8, "page_size": 64, "max_total_tokens": 8192}
+SIZES = {
+    "device": "cuda",
+    "device_memory_gb": 8.0,
+    "max_running_requests": 8,
+    "max_mamba_cache_size": 64,
+    "page_size": 64,
+    "max_total_tokens": 8192,
+}
 NUM_NEW = 128
 NEAR_TIE = 0.05
+
+
+@pytest.fixture(autouse=True)
+def earlier_engines_are_gone():
+    """An engine is part of cycles, so its pools go with a collection, not with its name."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")
