@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -51,22 +52,37 @@ class VerifyRows:
         return replace(batch, uniform=batch.uniform[rows])
 
 
-@dataclass
 class Verdict:
-    """What a verify decided.
+    """What a verify decided. Tensors are on the model's device; the lists wait for it, once.
 
-    num_correct  accepted drafts per request
-    token_ids    the tokens to emit: accepted drafts, then one more
-    targets      [R, D] int64, the token that follows each row, accepted rows first
-    last_row     [R] int64, index within the request of its last accepted row
-    paths        of trees: accepted rows in order; None for chains, where they are 0 .. num_correct
+    correct   [R] int64, accepted drafts
+    targets   [R, D] int64, the token that follows each row, accepted rows first
+    last_row  [R] int64, index within the request of its last accepted row
+    paths     of trees: accepted rows in order; None for chains, where they are 0 .. num_correct
     """
 
-    num_correct: list[int]
-    token_ids: list[list[int]]
-    targets: Tensor
-    last_row: Tensor
-    paths: list[list[int]] | None = None
+    def __init__(
+        self,
+        correct: Tensor,
+        targets: Tensor,
+        *,
+        last_row: Tensor | None = None,
+        paths: list[list[int]] | None = None,
+    ) -> None:
+        self.correct = correct
+        self.targets = targets
+        self.last_row = correct if last_row is None else last_row
+        self.paths = paths
+
+    @cached_property
+    def num_correct(self) -> list[int]:
+        return self.correct.tolist()
+
+    @cached_property
+    def token_ids(self) -> list[list[int]]:
+        """The tokens to emit: accepted drafts, then one more."""
+        rows = zip(self.targets.tolist(), self.num_correct, strict=True)
+        return [row[: count + 1] for row, count in rows]
 
     def rows_of(self, request: int) -> list[int]:
         """Accepted rows of a request, within the request."""
@@ -98,7 +114,7 @@ class MatchRule:
         targets = sample(rows.logits, rows.sampling_batch()).view(rows.candidates.shape)
         if rows.proposal.tree is not None:
             return tree_verdict(rows.proposal.tree, rows.candidates, targets)
-        return chain_verdict(targets, accept_matching_prefix(rows.candidates, targets))
+        return Verdict(accept_matching_prefix(rows.candidates, targets), targets)
 
 
 class _ChainRule(ABC):
@@ -116,7 +132,7 @@ class _ChainRule(ABC):
         group = max(1, _MAX_GROUP_PROBS // (rows.width * rows.logits.shape[-1]))
         for start in range(0, len(drawing), group):
             self._draw(rows, batch, drawing[start : start + group], targets, correct)
-        return chain_verdict(targets, correct)
+        return Verdict(correct, targets)
 
     def _draw(
         self,
@@ -193,13 +209,6 @@ class ThresholdRule(_ChainRule):
         return threshold_accept(candidates, p, accept, final, single=self._single, acc=self._acc)
 
 
-def chain_verdict(targets: Tensor, correct: Tensor) -> Verdict:
-    """Verdict of chains from ``targets`` [R, D] and ``correct`` [R]."""
-    num_correct = correct.tolist()
-    token_ids = [row[: count + 1] for row, count in zip(targets.tolist(), num_correct, strict=True)]
-    return Verdict(num_correct, token_ids, targets, correct)
-
-
 def tree_verdict(tree: DraftTree, candidates: Tensor, targets: Tensor) -> Verdict:
     """Verdict of trees from the target's choice after every node, ``targets`` [R, D]."""
     chosen = targets.tolist()
@@ -207,12 +216,14 @@ def tree_verdict(tree: DraftTree, candidates: Tensor, targets: Tensor) -> Verdic
     width = targets.shape[1]
     token_ids = [[own[node] for node in path] for own, path in zip(chosen, paths, strict=True)]
     padded = [ids + ids[-1:] * (width - len(ids)) for ids in token_ids]
-    device = targets.device
+
+    def on_device(values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=targets.device)
+
     return Verdict(
-        num_correct=[len(path) - 1 for path in paths],
-        token_ids=token_ids,
-        targets=torch.tensor(padded, dtype=torch.long, device=device),
-        last_row=torch.tensor([path[-1] for path in paths], dtype=torch.long, device=device),
+        on_device([len(path) - 1 for path in paths]),
+        on_device(padded),
+        last_row=on_device([path[-1] for path in paths]),
         paths=paths,
     )
 

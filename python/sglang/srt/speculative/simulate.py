@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.environ import envs
-from sglang.srt.speculative.accept_rule import AcceptRule, Verdict, VerifyRows, chain_verdict
+from sglang.srt.speculative.accept_rule import AcceptRule, Verdict, VerifyRows
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +32,10 @@ class TokenMode(Enum):
 
 
 class SimulatedRule:
-    """Replaces the accepted length of every step by a random one with mean ``accept_len``.
+    """Replaces every request's accepted length by a random one with mean ``accept_len``.
 
-    ``accept_len`` counts the bonus, like every accept length, and is clamped to 1 .. D. One number is
-    drawn per step and holds for the whole batch. Commit, KV and drafts follow the pretended length.
-    Chains only.
+    ``accept_len`` counts the bonus, like every accept length, and is clamped to 1 .. D. Requests draw
+    independently in every step. Commit, KV and drafts follow the pretended length. Chains only.
     """
 
     def __init__(
@@ -78,12 +77,15 @@ class SimulatedRule:
         return rule
 
     def accept(self, rows: VerifyRows) -> Verdict:
-        length = self.draw_length(rows.width)
+        width, device = rows.width, rows.candidates.device
+        lengths = [self.draw_length(width) for _ in rows.states]
+        correct = torch.tensor(lengths, device=device) - 1
         targets = self._tokens(rows)
         if self._token_mode is TokenMode.REAL_DRAFT_TOKEN:
-            targets[:, : length - 1] = rows.candidates[:, 1:length]
-        correct = torch.full_like(rows.candidates[:, 0], length - 1)
-        return chain_verdict(targets, correct)
+            is_draft = torch.arange(width - 1, device=device) < correct.unsqueeze(1)
+            drafts = rows.candidates[:, 1:]
+            targets[:, :-1] = torch.where(is_draft, drafts, targets[:, :-1])
+        return Verdict(correct, targets)
 
     def draw_length(self, width: int) -> int:
         """Accept length of a step, 1 .. width."""
