@@ -1,0 +1,1 @@
+"""Load generation and measuring for `sglang.bench_serving` and `sglang.bench_one_batch`."""
