@@ -38,3 +38,33 @@ def experts_reference(
             gate, up = (gate_up[expert] @ x[t]).chunk(2)
             out[t] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
     return out
+
+
+def fake_quantize(x: Tensor) -> Tensor:
+    """x [M, K] as the FP8 kernels see it: quantised in groups of 128 and back, fp32."""
+    return dequantize_activations(*quantize_activations_reference(x))
+
+
+def quantized_experts_reference(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Weighted sum of gated MLPs, fp32, inputs of both products rounded to FP8 and results to ``dtype``.
+
+    As ``experts_reference``; gate_up and down are dequantised weights.
+    """
+    rounded = fake_quantize(x)
+    out = torch.zeros(x.shape[0], down.shape[1])
+    for expert in chosen.unique().tolist():
+        rows, ranks = torch.nonzero(chosen == expert, as_tuple=True)
+        both = (rounded[rows] @ gate_up[expert].T).to(dtype).float()
+        gate, up = both.chunk(2, dim=1)
+        inner = (torch.nn.functional.silu(gate) * up).to(dtype)
+        part = (fake_quantize(inner) @ down[expert].T).to(dtype).float()
+        out.index_add_(0, rows, part * weights[rows, ranks, None].float())
+    return out
