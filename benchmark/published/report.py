@@ -1,0 +1,135 @@
+"""The table of a comparison, from its results."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from setups import PUBLISHED, REFERENCES, SMALL_REFERENCES, Reference
+
+GIB = 1 << 30
+Run = dict[str, Any]
+
+
+def _figure(name: str, factor: float = 1.0) -> Callable[[Run], float | None]:
+    def read(run: Run) -> float | None:
+        value = run["figures"][name]
+        return None if value is None else value * factor
+
+    return read
+
+
+def _capacity(name: str, factor: float = 1.0) -> Callable[[Run], float | None]:
+    def read(run: Run) -> float | None:
+        value = run["capacity"][name]
+        return None if value is None else value * factor
+
+    return read
+
+
+ROWS: tuple[tuple[str, str, Callable[[Run], float | None], str | None], ...] = (
+    ("verify scratch, GiB", ".2f", _capacity("verify_ssm_scratch_bytes", 1 / GIB), "scratch_gib"),
+    ("the same with conv windows, GiB", ".2f", _capacity("verify_scratch_bytes", 1 / GIB), None),
+    ("max_total_num_tokens", ",.0f", _capacity("max_total_num_tokens"), "tokens"),
+    ("most requests seen running", ".0f", lambda run: run["max_running_seen"], "running"),
+    ("duration, s", ".2f", _figure("duration"), "duration_s"),
+    ("output, tok/s", ",.1f", _figure("output_throughput"), "output_rate"),
+    ("input, tok/s", ",.0f", _figure("input_throughput"), None),
+    ("mean TTFT, s", ".2f", _figure("mean_ttft_ms", 1e-3), "ttft_s"),
+    ("mean TPOT, ms", ".2f", _figure("mean_tpot_ms"), "tpot_ms"),
+    ("p99 ITL, ms", ".1f", _figure("p99_itl_ms"), None),
+    ("accept length", ".3f", _figure("accept_length"), None),
+    ("failed requests", ".0f", _figure("failed"), None),
+    ("measured runs", ".0f", lambda run: 1.0, None),
+)
+"""(label, format, value of a run, attribute of a reference); the last row is summed, not averaged."""
+
+
+def rows_of(document: dict[str, Any], workload: str) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of one workload: medians of the measured runs of each arm."""
+    arms = list(document["arms"])
+    by_arm = {
+        arm: [
+            run
+            for run in document["runs"]
+            if run["measured"] and run["arm"] == arm and run["workload"]["name"] == workload
+        ]
+        for arm in arms
+    }
+    references = REFERENCES if workload == PUBLISHED.name else ()
+    compared = [arm for arm in arms if arm != "off"] if "off" in arms else []
+    header = ["", *arms, *(f"{arm} / off" for arm in compared), *(r.name for r in references)]
+    lines = []
+    for label, form, read, name in ROWS:
+        values = {arm: _typical(by_arm[arm], read, total=label == "measured runs") for arm in arms}
+        cells = [_show(values[arm], form) for arm in arms]
+        cells += [_change(values[arm], values["off"]) for arm in compared]
+        cells += [_reference(r, name, form) for r in references]
+        lines.append([label, *cells])
+    return header, lines
+
+
+def _typical(
+    runs: Sequence[Run], read: Callable[[Run], float | None], *, total: bool
+) -> float | None:
+    values = [value for run in runs if (value := read(run)) is not None]
+    if not values:
+        return None
+    return sum(values) if total else statistics.median(values)
+
+
+def _show(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _change(value: float | None, base: float | None) -> str:
+    return "-" if value is None or not base else f"{100 * (value / base - 1):+.1f} %"
+
+
+def _reference(reference: Reference, name: str | None, form: str) -> str:
+    return "-" if name is None else _show(vars(reference)[name], form)
+
+
+def _facts(document: dict[str, Any]) -> list[str]:
+    machine = document["machine"]
+    facts = [
+        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, Triton {machine['triton']}, "
+        f"{document['date']}, commit {machine['commit']}",
+        f"model: {document['model']}, weights {document['weights']}",
+        f"acceptance: {document['acceptance']}",
+        f"warm-up: {document['warm_up']}; medians of the measured runs",
+    ]
+    return facts + ([f"stopped early: {document['stopped']}"] if "stopped" in document else [])
+
+
+def _workloads(document: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(r["workload"]["name"] for r in document["runs"] if r["measured"]))
+
+
+def text_table(document: dict[str, Any]) -> str:
+    """For a terminal."""
+    parts = list(_facts(document))
+    for workload in _workloads(document):
+        header, lines = rows_of(document, workload)
+        widths = [max(len(row[i]) for row in [header, *lines]) for i in range(len(header))]
+        parts += ["", workload]
+        for row in [header, *lines]:
+            cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]
+            parts.append("  ".join(cells).rstrip())
+        if workload in SMALL_REFERENCES:
+            parts.append(SMALL_REFERENCES[workload])
+    return "\n".join(parts)
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """For a page."""
+    parts = [*(f"{fact}  " for fact in _facts(document))]
+    for workload in _workloads(document):
+        header, lines = rows_of(document, workload)
+        parts += ["", f"**{workload}**", "", "| " + " | ".join(header) + " |"]
+        parts.append("|" + "---|" * len(header))
+        parts += ["| " + " | ".join(row) + " |" for row in lines]
+        if workload in SMALL_REFERENCES:
+            parts += ["", SMALL_REFERENCES[workload]]
+    return "\n".join(parts) + "\n"

@@ -1,0 +1,105 @@
+"""What the published comparison consists of: geometry, server flags, workloads, and others' figures."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+GEOMETRY = ROOT / "test" / "registered" / "unit" / "model_configs" / "Qwen3.6-35B-A3B-FP8.json"
+
+SPECULATION = (
+    "--speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens 4"
+).split()
+PUBLISHED_FLAGS = [
+    *("--load-format dummy --skip-tokenizer-init --device-memory-gb 80").split(),
+    *("--mem-fraction-static 0.8 --kv-cache-dtype bf16 --page-size 64").split(),
+    *("--max-running-requests 25 --max-mamba-cache-size 150 --enable-hierarchical-cache").split(),
+    *SPECULATION,
+]
+DEMO_FLAGS = [
+    *"--device cpu --cpu-threads 1 --page-size 64 --max-running-requests 4".split(),
+    *SPECULATION,
+]
+ARMS = {
+    "off": [],
+    "on": ["--enable-linear-lossless-verify"],
+    "deferred": ["--enable-linear-lossless-verify", "--linear-lossless-commit", "deferred"],
+}
+"""Arm -> its flags. `off` keeps a copy of the state for every draft token, as others do."""
+
+PUBLISHED_TOKENS = {"off": 498_880, "on": 788_224, "deferred": 788_224}
+ACCEPT_LENGTH = 3.5
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of equal length, all sent at once but at most ``concurrency`` in flight."""
+
+    name: str
+    requests: int
+    input_len: int
+    output_len: int
+    concurrency: int
+
+
+PUBLISHED = Workload("25 x 26k/2k", 25, 26_000, 2_000, 25)
+SMALL = (Workload("8 x 4k/512", 8, 4_096, 512, 8), Workload("1 x 4k/512", 1, 4_096, 512, 1))
+DEMO = Workload("demo", 4, 160, 24, 4)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Figures of another machine or engine for the published workload; None where not given."""
+
+    name: str
+    scratch_gib: float | None = None
+    tokens: int | None = None
+    running: int | None = None
+    duration_s: float | None = None
+    output_rate: float | None = None
+    ttft_s: float | None = None
+    tpot_ms: float | None = None
+
+
+REFERENCES = (
+    Reference("H100, off", 6.09, 498_880, 18, 36.75, 1360.6),
+    Reference("H100, on", 0.10, 788_224, 24, 33.03, 1513.7),
+    Reference("SGLang 0.5.17, H200", None, 498_880, 18, 34.3, 1460, 11.0, 7.5),
+    Reference("the same, ReplaySSM", None, 863_936, 24, 31.7, 1578, 8.0, 9.3),
+)
+"""The first two are the feature's published figures, measured on one H100; the others were measured
+on one H200 with 80 GB emulated, the same workload and the same pretended acceptance."""
+
+SMALL_REFERENCES = {
+    "8 x 4k/512": "SGLang 0.5.17 on one H200: 1,560 tok/s, with ReplaySSM 1,650 tok/s",
+    "1 x 4k/512": "SGLang 0.5.17 on one H200: TPOT 2.31 ms",
+}
+
+
+@contextmanager
+def model_directory(path: str | None) -> Iterator[str]:
+    """A model path for the server: the one given, or a folder with the published geometry alone."""
+    if path is not None:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="published-geometry-") as folder:
+        target = Path(folder) / "Qwen3.6-35B-A3B-FP8"
+        target.mkdir()
+        shutil.copy(GEOMETRY, target / "config.json")
+        yield str(target)
+
+
+def flags_of_arm(
+    arm: str, common: Sequence[str], *, published_capacity: bool, more: Sequence[str]
+) -> list[str]:
+    """Server flags of one arm, the model path aside."""
+    flags = [*common, *ARMS[arm]]
+    if published_capacity:
+        flags += ["--max-total-tokens", str(PUBLISHED_TOKENS[arm])]
+    return [*flags, *more]
