@@ -1,0 +1,198 @@
+"""Reads a profiler's timeline: what ran on the device, how long, and where it waited."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST_CATEGORIES = ("cpu_op",)
+
+FAMILIES: tuple[tuple[str, str], ...] = (
+    ("conv", r"conv_|conv1d"),
+    ("attention", r"paged|combine_splits|store_kv|norm_rope|flash|attention|fmha"),
+    (
+        "GDN",
+        r"gdn|replay_tuples|recurrent|prefill_chunk|prefill_state|chunk_|kkt|recompute_w_u|kernel_h|"
+        r"l2norm|gated_norm|delta_rule|solve_tril|merge_16x16|scatter_entries|copy_slots",
+    ),
+    ("experts", r"grouped_gemm|expert|place_kernel|count_kernel|combine|route|moe|silu_mul"),
+    ("dense", r"block_scaled|fp8.*gemm|dense_gemm"),
+    ("quantisation", r"quant"),
+    ("sampling", r"argmax|argmin|softmax|multinomial|sort|topk|accept|verdict|distribution|philox"),
+    ("norms and gates", r"rms_?norm|layer_?norm|gate_mul|sigmoid_mul"),
+    ("library GEMM", r"nvjet|cublas|cutlass|gemm|gemv|splitk|xmma"),
+    ("copies", r"memcpy|memset|copy|elementwise|index|gather|scatter|fill|cat|where|arange|cumsum"),
+)
+"""First that matches a kernel's name. A library GEMM of 100 us and more is the head."""
+HEAD_US = 100.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that ran on the device; times in us."""
+
+    name: str
+    start: float
+    length: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.length
+
+
+def read_trace(path: Path, categories: Sequence[str] = DEVICE_CATEGORIES) -> list[Event]:
+    """Device events of an exported trace, in order of their start; graphs' kernels among them."""
+    trace = json.loads(path.read_text())
+    events = [
+        Event(e["name"], float(e["ts"]), float(e["dur"]))
+        for e in trace["traceEvents"]
+        if e.get("cat") in categories and "dur" in e
+    ]
+    return sorted(events, key=lambda event: event.start)
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without its template arguments."""
+    plain = re.sub(r"^void ", "", name)
+    plain = re.sub(r"<.*", "", plain)
+    functor = re.search(r"(\w+)Functor|(\w+)_kernel_cuda|(\w+)KernelImpl", name)
+    if functor and plain.startswith("at::"):
+        inner = next(part for part in functor.groups() if part)
+        plain = f"{plain} [{inner}]"
+    return plain[:90]
+
+
+def family_of(name: str, us_each: float) -> str:
+    """Which part of the model a kernel belongs to."""
+    lowered = name.lower()
+    for family, pattern in FAMILIES:
+        if re.search(pattern, lowered):
+            return "head" if family == "library GEMM" and us_each >= HEAD_US else family
+    return "rest"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Busy and idle time of the device over a window, in us."""
+
+    span: float
+    busy: float
+    gaps: list[dict[str, Any]]
+
+    @property
+    def idle_share(self) -> float:
+        return 1 - self.busy / self.span if self.span else 0.0
+
+
+def timeline(events: Sequence[Event], *, most_gaps: int = 12) -> Timeline:
+    """From the first start to the last end; overlapping events count once.
+
+    gaps  waits added up by the kernels before and after them, the largest sums first
+    """
+    if not events:
+        return Timeline(0.0, 0.0, [])
+    busy, end, last = 0.0, events[0].start, events[0]
+    waits: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for event in events:
+        if event.start > end:
+            waits[short_name(last.name), short_name(event.name)].append(event.start - end)
+            end = event.start
+        if event.end > end:
+            busy += event.end - end
+            end, last = event.end, event
+    sums = sorted(waits.items(), key=lambda item: -sum(item[1]))[:most_gaps]
+    gaps = [
+        {"after": a, "before": b, "count": len(g), "total_us": sum(g), "longest_us": max(g)}
+        for (a, b), g in sums
+    ]
+    return Timeline(end - events[0].start, busy, gaps)
+
+
+@dataclass
+class KernelRow:
+    """A kernel's share of one step: mean calls and us a step."""
+
+    name: str
+    family: str
+    calls: float
+    us: float
+    us_each: float
+
+
+def kernel_rows(events: Iterable[Event], *, num_steps: int) -> list[KernelRow]:
+    """Kernels by time a step, the longest first."""
+    lengths: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        lengths[short_name(event.name)].append(event.length)
+    rows = []
+    for name, values in lengths.items():
+        total, each = sum(values), sum(values) / len(values)
+        rows.append(
+            KernelRow(name, family_of(name, each), len(values) / num_steps, total / num_steps, each)
+        )
+    return sorted(rows, key=lambda row: -row.us)
+
+
+def family_sums(rows: Sequence[KernelRow]) -> dict[str, float]:
+    """us a step of each family, the longest first."""
+    sums: dict[str, float] = defaultdict(float)
+    for row in rows:
+        sums[row.family] += row.us
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def profile_record(events: Sequence[Event], *, num_steps: int) -> dict[str, Any]:
+    """Everything that a timeline says, for JSON."""
+    rows, line = kernel_rows(events, num_steps=num_steps), timeline(events)
+    return {
+        "num_steps": num_steps,
+        "gpu_busy_us_per_step": line.busy / num_steps,
+        "gpu_span_us_per_step": line.span / num_steps,
+        "gpu_idle_share": line.idle_share,
+        "families_us": family_sums(rows),
+        "kernels": [asdict(row) for row in rows],
+        "gaps": line.gaps,
+    }
+
+
+def markdown_of(title: str, record: dict[str, Any], floors_us: dict[str, float]) -> str:
+    """A step's families and kernels as two tables; ``floors_us`` by family where known."""
+    busy = record["gpu_busy_us_per_step"]
+    parts = [
+        f"### {title}",
+        "",
+        f"GPU busy {busy / 1000:.2f} ms a step, span {record['gpu_span_us_per_step'] / 1000:.2f} ms, "
+        f"idle {100 * record['gpu_idle_share']:.1f} % of the timeline.",
+        *(f"{line}  " for line in record.get("notes", [])),
+        "",
+        "| family | us | share | floor, us | over floor |",
+        "|---|---|---|---|---|",
+    ]
+    for family, us in record["families_us"].items():
+        floor = floors_us.get(family)
+        shown = f"{floor:,.0f} | {us / floor:.2f}" if floor else "- | -"
+        parts.append(f"| {family} | {us:,.0f} | {100 * us / max(busy, 1e-9):.1f} % | {shown} |")
+    parts += ["", "| kernel | family | calls | us each | us |", "|---|---|---|---|---|"]
+    for row in record["kernels"][:40]:
+        parts.append(
+            f"| `{row['name']}` | {row['family']} | {row['calls']:.1f} | {row['us_each']:.1f} | "
+            f"{row['us']:,.0f} |"
+        )
+    if record["gaps"]:
+        parts += [
+            "",
+            "| idle after | before | times | us in all | longest |",
+            "|---|---|---|---|---|",
+        ]
+        parts += [
+            f"| `{gap['after']}` | `{gap['before']}` | {gap['count']} | {gap['total_us']:,.0f} | "
+            f"{gap['longest_us']:,.0f} |"
+            for gap in record["gaps"]
+        ]
+    return "\n".join(parts) + "\n"
