@@ -8,14 +8,13 @@ from __future__ import annotations
 import torch
 
 from sglang.kernels import triton_support
+from sglang.kernels.ops.mamba.conv_launch import PREFILL_TILE, ConvTile
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.mamba import conv_kernels
 
 PAD_SLOT_ID = -1
 _BLOCK = 256
-_PREFILL_BLOCK_T = 32
-_PREFILL_BLOCK = 64
 
 
 def _use_silu(activation: str | bool | None) -> bool:
@@ -137,6 +136,7 @@ def causal_conv1d_fn(
     pad_slot_id: int = PAD_SLOT_ID,
     track_dests: torch.Tensor | None = None,
     track_rows: torch.Tensor | None = None,
+    tile: ConvTile = PREFILL_TILE,
 ) -> torch.Tensor:
     """Convolve packed prompts and carry their windows on.
 
@@ -156,7 +156,7 @@ def causal_conv1d_fn(
     state_strides = (0, 0, 0) if conv_states is None else conv_states.stride()
     num_slots = 0 if conv_states is None else conv_states.shape[0]
     longest = max(seq_lens_cpu)
-    grid = (-(-longest // _PREFILL_BLOCK_T), -(-dim // _PREFILL_BLOCK), num_prompts)
+    grid = (-(-dim // tile.block), -(-longest // tile.block_t), num_prompts)
     conv_kernels.conv_prefill_kernel[grid](
         x,
         out,
@@ -178,31 +178,30 @@ def causal_conv1d_fn(
         SILU=_use_silu(activation),
         HAS_STATE=conv_states is not None,
         HAS_MASK=has_initial_state is not None,
-        BLOCK_T=_PREFILL_BLOCK_T,
-        BLOCK=_PREFILL_BLOCK,
+        BLOCK_T=tile.block_t,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        num_warps=tile.num_warps,
     )
     if conv_states is None:
         return out
-    targets: list[tuple[torch.Tensor, torch.Tensor | None]] = [(cache_indices, None)]
-    if track_dests is not None and track_rows is not None:
-        targets.insert(0, (track_dests, track_rows))
-    for dests, counts in targets:
-        conv_kernels.conv_window_kernel[(-(-dim // _BLOCK), num_prompts)](
-            x,
-            conv_states,
-            cache_indices,
-            dests,
-            counts,
-            has_initial_state,
-            query_start_loc,
-            dim,
-            num_slots,
-            *x.stride(),
-            *state_strides,
-            WIDTH=width,
-            HAS_COUNTS=counts is not None,
-            HAS_MASK=has_initial_state is not None,
-            BLOCK=_BLOCK,
-            BLOCK_W=_window_block(width),
-        )
+    has_track = track_dests is not None and track_rows is not None
+    conv_kernels.conv_window_kernel[(-(-dim // _BLOCK), num_prompts)](
+        x,
+        conv_states,
+        cache_indices,
+        track_dests if has_track else None,
+        track_rows if has_track else None,
+        has_initial_state,
+        query_start_loc,
+        dim,
+        num_slots,
+        *x.stride(),
+        *state_strides,
+        WIDTH=width,
+        HAS_TRACK=has_track,
+        HAS_MASK=has_initial_state is not None,
+        BLOCK=_BLOCK,
+        BLOCK_W=_window_block(width),
+    )
     return out

@@ -119,6 +119,16 @@ def conv_update_kernel(
 
 
 @triton.jit
+def _prompt_rows(p_x, first_row, length, in_d, stride, ROWS: tl.constexpr):
+    """Rows first_row.. of a prompt as a tuple; zeros from `length` on."""
+    rows = ()
+    for i in tl.static_range(ROWS):
+        inside = in_d & (first_row + i < length)
+        rows = rows + (tl.load(p_x + i * stride, mask=inside, other=0.0),)
+    return rows
+
+
+@triton.jit
 def conv_prefill_kernel(
     x,
     out,
@@ -145,17 +155,21 @@ def conv_prefill_kernel(
     HAS_STATE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Packed prompts. Grid (token blocks of the longest prompt, dim blocks, prompts)."""
+    """Packed prompts. Grid (dim blocks, token blocks of the longest prompt, prompts).
+
+    A program slides down BLOCK_T tokens of BLOCK channels; each row is loaded once, ROWS of them at a time,
+    and the last WIDTH-1 stay in registers.
+    """
     i_n = tl.program_id(2)
     first = tl.load(cu_seqlens + i_n).to(tl.int64)
     length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - first).to(tl.int32)
-    o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    if tl.program_id(0) * BLOCK_T < length:
-        o_d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(1) * BLOCK_T
+    if begin < length:
+        o_d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         in_d = o_d < dim
-        in_t = o_t < length
         slot = tl.cast(0, tl.int64)
         readable = slot < 0
         live = slot >= 0
@@ -165,26 +179,71 @@ def conv_prefill_kernel(
             readable = live
             if HAS_MASK:
                 readable = readable & (tl.load(has_initial_state + i_n).to(tl.int32) != 0)
-        acc = tl.zeros([BLOCK_T, BLOCK], dtype=tl.float32)
+        start = tl.zeros([BLOCK], dtype=tl.float32)
         if HAS_BIAS:
-            acc += tl.load(bias + o_d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+            start += tl.load(bias + o_d, mask=in_d, other=0.0).to(tl.float32)
+        p_x = x + (first + begin) * x_stride_token + o_d * x_stride_dim
+        p_out = out + (first + begin) * out_stride_token + o_d * out_stride_dim
+        window = ()
+        taps = ()
         for tap in tl.static_range(WIDTH):
-            cur = o_t - (WIDTH - 1 - tap)
-            here = in_t[:, None] & in_d[None, :]
-            p_x = x + (first + cur)[:, None] * x_stride_token + o_d[None, :] * x_stride_dim
-            value = tl.load(p_x, mask=here & (cur >= 0)[:, None], other=0.0).to(tl.float32)
-            if HAS_STATE:
-                p_past = conv_state + slot * state_stride_slot + o_d[None, :] * state_stride_dim
-                p_past += (WIDTH - 1 + cur)[:, None] * state_stride_col
-                old = here & (cur < 0)[:, None] & readable
-                value += tl.load(p_past, mask=old, other=0.0).to(tl.float32)
-            tap_weight = tl.load(weight + o_d * weight_stride + tap, mask=in_d, other=0.0)
-            acc += value * tap_weight.to(tl.float32)[None, :]
-        if SILU:
-            acc = acc / (1.0 + tl.exp(-acc))
-        acc = tl.where(live, acc, 0.0)
-        p_out = out + (first + o_t)[:, None] * out_stride_token + o_d[None, :] * out_stride_dim
-        tl.store(p_out, acc.to(out.dtype.element_ty), mask=in_t[:, None] & in_d[None, :])
+            taps = taps + (
+                tl.load(weight + o_d * weight_stride + tap, mask=in_d, other=0.0).to(tl.float32),
+            )
+            if tap > 0:
+                cur = begin - WIDTH + tap
+                value = tl.load(
+                    p_x + (tap - WIDTH) * x_stride_token, mask=in_d & (cur >= 0), other=0.0
+                ).to(tl.float32)
+                if HAS_STATE:
+                    p_past = conv_state + slot * state_stride_slot + o_d * state_stride_dim
+                    value += tl.load(
+                        p_past + (WIDTH - 1 + cur) * state_stride_col,
+                        mask=in_d & (cur < 0) & readable,
+                        other=0.0,
+                    ).to(tl.float32)
+                window = window + (value,)
+        for t in range(begin, tl.minimum(begin + BLOCK_T, length), ROWS):
+            rows = _prompt_rows(p_x, t, length, in_d, x_stride_token, ROWS)
+            for i in tl.static_range(ROWS):
+                window = window + (rows[i].to(tl.float32),)
+                acc = start
+                for tap in tl.static_range(WIDTH):
+                    acc += window[tap] * taps[tap]
+                if SILU:
+                    acc = acc / (1.0 + tl.exp(-acc))
+                acc = tl.where(live, acc, 0.0)
+                inside = in_d & (t + i < length)
+                tl.store(
+                    p_out + i * out_stride_token, acc.to(out.dtype.element_ty), mask=inside
+                )
+                window = window[1:]
+            p_x += ROWS * x_stride_token
+            p_out += ROWS * out_stride_token
+
+
+@triton.jit
+def _window_after(
+    p_x,
+    p_state,
+    count,
+    live,
+    readable,
+    in_d,
+    x_stride_token,
+    state_stride_col,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """[BLOCK, BLOCK_W] fp32: the last WIDTH-1 inputs after `count` tokens; below the first, the old window's."""
+    o_c = tl.arange(0, BLOCK_W)
+    cur = count - (WIDTH - 1) + o_c
+    inside = in_d[:, None] & (o_c < WIDTH - 1)[None, :]
+    p_new = p_x[:, None] + cur[None, :] * x_stride_token
+    p_old = p_state[:, None] + (o_c + count)[None, :] * state_stride_col
+    value = tl.load(p_new, mask=inside & live & (cur >= 0)[None, :], other=0.0).to(tl.float32)
+    old = inside & readable & (cur < 0)[None, :]
+    return value + tl.load(p_old, mask=old, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -192,8 +251,8 @@ def conv_window_kernel(
     x,
     conv_state,
     slots,
-    dests,
-    counts,
+    track_dests,
+    track_rows,
     has_initial_state,
     cu_seqlens,
     dim,
@@ -204,38 +263,54 @@ def conv_window_kernel(
     state_stride_dim,
     state_stride_col,
     WIDTH: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
+    HAS_TRACK: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """conv_state[dest] = the last WIDTH-1 inputs after `count` tokens of the prompt. Grid (dim blocks, prompts)."""
+    """Store the window after `track_rows` tokens of a prompt at its destination, then the last one in its slot.
+
+    Grid (dim blocks, prompts).
+    """
     i_n = tl.program_id(1)
     first = tl.load(cu_seqlens + i_n).to(tl.int64)
     length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - first).to(tl.int32)
-    count = length
-    if HAS_COUNTS:
-        count = tl.load(counts + i_n).to(tl.int32)
     slot = tl.load(slots + i_n).to(tl.int64)
-    dest = tl.load(dests + i_n).to(tl.int64)
-    live = (slot >= 0) & (slot < num_slots) & (dest >= 0) & (dest < num_slots)
-    live = live & (count > 0) & (count <= length)
+    live = (slot >= 0) & (slot < num_slots) & (length > 0)
     readable = live
     if HAS_MASK:
         readable = readable & (tl.load(has_initial_state + i_n).to(tl.int32) != 0)
     o_d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_d = o_d < dim
-    p_from = conv_state + slot * state_stride_slot + o_d * state_stride_dim
-    p_to = conv_state + dest * state_stride_slot + o_d * state_stride_dim
-    # In place, the new window may overlap the old one: all reads come before any write.
+    p_x = x + first * x_stride_token + o_d * x_stride_dim
+    p_channel = conv_state + o_d * state_stride_dim
+    p_state = p_channel + slot * state_stride_slot
     o_c = tl.arange(0, BLOCK_W)
-    cur = count - (WIDTH - 1) + o_c
     inside = in_d[:, None] & (o_c < WIDTH - 1)[None, :]
-    p_new = x + (first + cur)[None, :] * x_stride_token + o_d[:, None] * x_stride_dim
-    p_old = p_from[:, None] + (o_c + count)[None, :] * state_stride_col
-    value = tl.load(p_new, mask=inside & live & (cur >= 0)[None, :], other=0.0).to(tl.float32)
-    old = inside & readable & (cur < 0)[None, :]
-    value += tl.load(p_old, mask=old, other=0.0).to(tl.float32)
+    last = _window_after(
+        p_x, p_state, length, live, readable, in_d, x_stride_token, state_stride_col, WIDTH, BLOCK_W
+    )
+    element = conv_state.dtype.element_ty
+    if HAS_TRACK:
+        count = tl.load(track_rows + i_n).to(tl.int32)
+        dest = tl.load(track_dests + i_n).to(tl.int64)
+        track = live & (dest >= 0) & (dest < num_slots) & (count > 0) & (count <= length)
+        wanted = _window_after(
+            p_x,
+            p_state,
+            count,
+            track,
+            readable & track,
+            in_d,
+            x_stride_token,
+            state_stride_col,
+            WIDTH,
+            BLOCK_W,
+        )
+        tl.debug_barrier()
+        p_to = (p_channel + dest * state_stride_slot)[:, None] + o_c[None, :] * state_stride_col
+        tl.store(p_to, wanted.to(element), mask=inside & track)
+    # A new window may overlap the old one in memory: all reads come before any write.
     tl.debug_barrier()
-    p_store = p_to[:, None] + o_c[None, :] * state_stride_col
-    tl.store(p_store, value.to(conv_state.dtype.element_ty), mask=inside & live)
+    p_to = p_state[:, None] + o_c[None, :] * state_stride_col
+    tl.store(p_to, last.to(element), mask=inside & live)

@@ -1,56 +1,44 @@
 """Chunked prefill of the gated delta rule, with states at track boundaries.
 
-On accelerators the chunk kernels come from fla-core (extra: [cuda]); without it a portable PyTorch form of
-the same chunked algorithm serves, with one warning.
+Triton kernels on accelerators; the same algorithm in PyTorch on a CPU, and as their reference. A request's
+bits depend on its own rows, its start state and its cut, not on what else is in the call.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
+from sglang.kernels import triton_support
 from sglang.kernels.ops.attention.fla.chunk_delta_h import CHUNK_SIZE
-from sglang.kernels.ops.mamba.mamba_state_scatter_triton import fused_mamba_state_scatter_with_mask
+from sglang.kernels.ops.attention.fla.fused_gdn_gating import fused_gdn_gating
+from sglang.kernels.ops.attention.fla.prefill_launch import PrefillTiles, prefill_tiles
+from sglang.kernels.ops.attention.fla.prefill_plan import PrefillPlan
 
-logger = logging.getLogger(__name__)
+if triton_support.AVAILABLE:
+    from sglang.kernels.ops.attention.fla import prefill_kernels
 
-_HAS_FLA = importlib.util.find_spec("fla") is not None
-
-
-@lru_cache(maxsize=1)
-def _fla_chunk_rule():
-    """fla-core's chunk op, or None with a warning saying what to install."""
-    if not _HAS_FLA:
-        logger.warning(
-            "fla-core is not installed: GDN prefill runs in PyTorch, slowly ([cuda] extra)"
-        )
-        return None
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    if "state_v_first" not in inspect.signature(chunk_gated_delta_rule).parameters:
-        logger.warning("fla-core is older than 0.6: GDN prefill runs in PyTorch, slowly")
-        return None
-    return chunk_gated_delta_rule
+_MIN_HEAD_DIM = 16
 
 
 @dataclass(frozen=True)
 class PrefillTokens:
-    """Packed prompts of one layer: q, k [T, H, K]; v [T, HV, V]; g, beta [T, HV] fp32; q, k not normalised."""
+    """Packed prompts of one layer: q, k [T, H, K], v [T, HV, V], not normalised, any token and head stride;
+    a, b [T, HV] raw gates, any token stride; A_log, dt_bias [HV]."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
 
-    def select(self, rows: torch.Tensor) -> PrefillTokens:
-        return PrefillTokens(*(x[rows] for x in (self.q, self.k, self.v, self.g, self.beta)))
+    def rows(self, low: int, high: int) -> PrefillTokens:
+        parts = (x[low:high] for x in (self.q, self.k, self.v, self.a, self.b))
+        return PrefillTokens(*parts, self.A_log, self.dt_bias)
 
 
 def normalise(x: torch.Tensor) -> torch.Tensor:
@@ -87,9 +75,10 @@ def chunked_rule_torch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Portable form: states [N, HV, V, K] fp32 starts; returns (out [T, HV, V], final [N, HV, V, K] fp32)."""
     group = x.v.shape[1] // x.q.shape[1]
+    gates = fused_gdn_gating(x.A_log, x.a, x.b, x.dt_bias)
     q = normalise(x.q).repeat_interleave(group, 1).transpose(0, 1) * scale
     k = normalise(x.k).repeat_interleave(group, 1).transpose(0, 1)
-    v, g, beta = x.v.float().transpose(0, 1), x.g.float().t(), x.beta.float().t()
+    v, g, beta = x.v.float().transpose(0, 1), gates[0][0].t(), gates[1][0].t()
     outs, finals, start = [], [], 0
     for i, length in enumerate(lengths):
         state = states[i].float()
@@ -106,94 +95,168 @@ def chunked_rule_torch(
     return torch.cat(outs).to(x.q.dtype), torch.stack(finals)
 
 
-def _run(
-    x: PrefillTokens, states: torch.Tensor, lengths: Sequence[int], scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rule = _fla_chunk_rule() if x.q.device.type != "cpu" else None
-    if rule is None:
-        return chunked_rule_torch(x, states, lengths, scale)
-    bounds = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-    out, final = rule(
-        x.q.unsqueeze(0).contiguous(),
-        x.k.unsqueeze(0).contiguous(),
-        x.v.unsqueeze(0).contiguous(),
-        x.g.unsqueeze(0).contiguous(),
-        x.beta.unsqueeze(0).contiguous(),
-        scale=scale,
-        initial_state=states.float().contiguous(),
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        state_v_first=True,
-        cu_seqlens=bounds.to(x.q.device, non_blocking=True),
-        cu_seqlens_cpu=bounds,
-    )
-    return out[0], final
+def _prefill_torch(
+    x: PrefillTokens,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    plan: PrefillPlan,
+    scale: float,
+    track_dests: torch.Tensor | None,
+) -> torch.Tensor:
+    """The portable form over a pool, request by request; reads the slots on the host."""
+    out = torch.empty(x.v.shape, dtype=x.q.dtype, device=x.q.device)
+    dests = [-1] * len(plan.lengths) if track_dests is None else track_dests.tolist()
+    row = 0
+    for slot, dest, length, cut in zip(slots.tolist(), dests, plan.lengths, plan.cuts):
+        known = 0 <= slot < pool.shape[0]
+        state = pool[slot].float() if known else torch.zeros_like(pool[0], dtype=torch.float32)
+        spans = ((row, row + cut, dest if cut else -1), (row + cut, row + length, slot))
+        for low, high, to in spans:
+            out[low:high], final = chunked_rule_torch(
+                x.rows(low, high), state[None], [high - low], scale
+            )
+            state = final[0]
+            if 0 <= to < pool.shape[0]:
+                pool[to] = state.to(pool.dtype)
+        row += length
+    return out
+
+
+def _require_layout(x: PrefillTokens, pool: torch.Tensor, plan: PrefillPlan) -> None:
+    """Raises: ValueError for a shape or stride that the kernels would read wrongly."""
+    heads, dim_k = x.q.shape[1:]
+    value_heads, dim_v = x.v.shape[1:]
+    if x.k.shape != x.q.shape or heads == 0 or value_heads % heads:
+        raise ValueError(
+            f"q {tuple(x.q.shape)} and k {tuple(x.k.shape)} must be [T, H, K] with H dividing the "
+            f"{value_heads} heads of v"
+        )
+    if plan.num_rows != x.q.shape[0]:
+        raise ValueError(f"the plan covers {plan.num_rows} rows, q has {x.q.shape[0]}")
+    if pool.shape[1:] != (value_heads, dim_v, dim_k) or not pool[:1].is_contiguous():
+        raise ValueError(
+            f"pool must be [slots, {value_heads}, {dim_v}, {dim_k}] with contiguous slots, got "
+            f"{tuple(pool.shape)} with strides {pool.stride()}"
+        )
+    for name, t in (("q", x.q), ("k", x.k), ("v", x.v), ("a", x.a), ("b", x.b)):
+        if t.shape[0] and t.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous along its last axis, strides {t.stride()}")
+
+
+def _is_tile_size(size: int) -> bool:
+    return size >= _MIN_HEAD_DIM and size & (size - 1) == 0
 
 
 def gdn_prefill(
     x: PrefillTokens,
     pool: torch.Tensor,
     slots: torch.Tensor,
-    lengths: Sequence[int],
+    plan: PrefillPlan,
     *,
     scale: float,
-    track_rows: Sequence[int] | None = None,
     track_dests: torch.Tensor | None = None,
+    tiles: PrefillTiles | None = None,
 ) -> torch.Tensor:
     """Run the prompts, advance their slots in place, and store boundary states.
 
-    pool [S, HV, V, K]; slots [N], -1 starts from zero and stores nothing; lengths [N] on the host, all > 0;
-    track_rows [N] on the host: store the state after so many rows at track_dests [N], -1 none.
-    A tracked prompt is cut at its boundary and continued from there. Returns [T, HV, V] in q's dtype.
+    pool [S, HV, V, K] fp32 or bf16; slots [N], outside the pool starts from zero and stores nothing; the plan's
+    lengths sum to T; track_dests [N]: where the state at a prompt's cut goes, outside the pool nowhere. A
+    destination must not be another prompt's slot. No host synchronisation on an accelerator.
+    Returns [T, HV, V] in q's dtype. Raises: ValueError for shapes that disagree.
     """
-    slots = slots.long()
-    starts = pool[slots.clamp(min=0)].float()
-    starts = torch.where((slots >= 0)[:, None, None, None], starts, 0.0)
-    cuts = list(track_rows) if track_rows is not None else [-1] * len(lengths)
-    first = [cut if 0 < cut < length else length for cut, length in zip(cuts, lengths)]
-    if first == list(lengths):
-        out, final = _run(x, starts, lengths, scale)
-        boundary = final
-    else:
-        out, boundary, final = _run_cut(x, starts, lengths, first, scale)
-    if track_dests is not None:
-        wanted = torch.tensor([0 < c <= n for c, n in zip(cuts, lengths)], device=pool.device)
-        _store(pool, torch.where(wanted, track_dests.long(), -1), boundary)
-    _store(pool, slots, final)
+    _require_layout(x, pool, plan)
+    dim_k, dim_v = x.q.shape[2], x.v.shape[2]
+    fits = _is_tile_size(dim_k) and _is_tile_size(dim_v)
+    if not (fits and triton_support.runs_on(x.q)):
+        return _prefill_torch(x, pool, slots, plan, scale, track_dests)
+    out = torch.empty(x.v.shape, dtype=x.q.dtype, device=x.q.device)
+    if plan.num_rows:
+        _launch(x, pool, slots, plan, scale, track_dests, tiles, out)
     return out
 
 
-def _run_cut(
+def _launch(
     x: PrefillTokens,
-    starts: torch.Tensor,
-    lengths: Sequence[int],
-    first: Sequence[int],
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    plan: PrefillPlan,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, states at the cuts, final states): heads of all prompts first, then what is left of some."""
-    head_rows: list[int] = []
-    tail_rows: list[int] = []
-    start = 0
-    for length, cut in zip(lengths, first):
-        head_rows += range(start, start + cut)
-        tail_rows += range(start + cut, start + length)
-        start += length
-    device = x.q.device
-    heads, tails = (torch.tensor(rows, device=device) for rows in (head_rows, tail_rows))
-    out_head, boundary = _run(x.select(heads), starts, first, scale)
-    rest = [i for i, (length, cut) in enumerate(zip(lengths, first)) if cut < length]
-    which = torch.tensor(rest, device=device)
-    tail_lengths = [lengths[i] - first[i] for i in rest]
-    out_tail, tail_final = _run(x.select(tails), boundary[which], tail_lengths, scale)
-    out = torch.empty(x.v.shape, dtype=out_head.dtype, device=device)
-    out[heads], out[tails] = out_head, out_tail
-    final = boundary.clone()
-    final[which] = tail_final
-    return out, boundary, final
-
-
-def _store(pool: torch.Tensor, dests: torch.Tensor, states: torch.Tensor) -> None:
-    """pool[dest] = state; destinations outside the pool are skipped."""
-    source = states.to(pool.dtype).contiguous()[None, :, None]
-    step = torch.zeros_like(dests)
-    fused_mamba_state_scatter_with_mask(pool[None], source, dests, step)
+    track_dests: torch.Tensor | None,
+    tiles: PrefillTiles | None,
+    out: torch.Tensor,
+) -> None:
+    """Both kernels. Scratch is a block per chunk and value head, so that only prompts' rows need masks."""
+    heads, dim_k = x.q.shape[1:]
+    value_heads, dim_v = x.v.shape[1:]
+    tiles = tiles or prefill_tiles(x.q.element_size())
+    num_chunks = plan.chunks.shape[0]
+    blocks = (num_chunks, value_heads)
+    w = x.q.new_empty(*blocks, CHUNK_SIZE, dim_k)
+    u = x.q.new_empty(*blocks, dim_v, CHUNK_SIZE)
+    attn = x.q.new_empty(*blocks, CHUNK_SIZE, CHUNK_SIZE)
+    q_coef, k_coef = torch.empty(
+        2, *blocks, CHUNK_SIZE, dtype=torch.float32, device=x.q.device
+    ).unbind()
+    decay = torch.empty(blocks, dtype=torch.float32, device=x.q.device)
+    shape = {
+        "HV": value_heads,
+        "GROUP": value_heads // heads,
+        "K": dim_k,
+        "V": dim_v,
+        "C": CHUNK_SIZE,
+        "DOT": tiles.dot_precision,
+    }
+    chunk, state = tiles.chunk, tiles.state
+    prefill_kernels.prefill_chunk_kernel[(num_chunks, value_heads // chunk.heads)](
+        x.q,
+        x.k,
+        x.v,
+        x.a,
+        x.b,
+        x.A_log,
+        x.dt_bias,
+        w,
+        u,
+        attn,
+        q_coef,
+        k_coef,
+        decay,
+        plan.chunks,
+        scale,
+        *x.q.stride()[:2],
+        *x.k.stride()[:2],
+        *x.v.stride()[:2],
+        x.a.stride(0),
+        x.b.stride(0),
+        **shape,
+        HEADS=chunk.heads,
+        BASE=chunk.base,
+        SOLVE=chunk.solve_precision,
+        num_warps=chunk.num_warps,
+        num_stages=chunk.num_stages,
+    )
+    block_v = min(state.block_v, dim_v)
+    prefill_kernels.prefill_state_kernel[(dim_v // block_v, value_heads, len(plan.lengths))](
+        x.q,
+        x.k,
+        w,
+        u,
+        attn,
+        q_coef,
+        k_coef,
+        decay,
+        out,
+        pool,
+        slots,
+        track_dests,
+        plan.requests,
+        pool.shape[0],
+        *x.q.stride()[:2],
+        *x.k.stride()[:2],
+        pool.stride(0),
+        **shape,
+        BV=block_v,
+        HAS_DESTS=track_dests is not None,
+        num_warps=state.num_warps,
+        num_stages=state.num_stages,
+    )

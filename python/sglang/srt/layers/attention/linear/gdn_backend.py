@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from sglang.kernels.ops.attention.fla.prefill_plan import PrefillPlan, plan_prefill
 from sglang.kernels.ops.gdn_cuda.module import unavailable_reason
 from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import track_mamba_states_if_needed
@@ -18,9 +19,6 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
 from sglang.srt.layers.attention.linear.gdn_tree import TreeScratch, record_trees
 from sglang.srt.layers.attention.linear.kernels.gdn_cuda_cpp import CudaCppGDNKernel
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
-from sglang.srt.layers.attention.linear.kernels.kernel_base import (
-    PrefillTrack,
-)
 from sglang.srt.layers.attention.linear.utils import (
     LinearAttnBackends,
     LinearAttnKernelBackend,
@@ -36,9 +34,8 @@ LOSSLESS_FLAG = "--enable-linear-lossless-verify"
 def fused_qkv_split_gdn_prefill(
     mixed_qkv: torch.Tensor, layer: RadixLinearAttention
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Contiguous q, k [T, H, K] and v [T, HV, V] of packed rows, as chunked prefill wants them."""
-    q, k, v = _split_views(mixed_qkv, layer)
-    return q.contiguous(), k.contiguous(), v.contiguous()
+    """Views q, k [T, H, K] and v [T, HV, V] of packed rows; chunked prefill reads them as they lie."""
+    return _split_views(mixed_qkv, layer)
 
 
 def _split_views(
@@ -108,11 +105,11 @@ class StatePool(ReqToStatePool, Protocol):
 
 @dataclass
 class GDNForwardMetadata(LinearForwardMetadata):
-    """Also: scratch_rows [R] int32 of a verify; track_mask [R] of a decode; track of a prefill."""
+    """Also: scratch_rows [R] int32 of a verify; track_mask [R] of a decode; chunks of a prefill."""
 
     scratch_rows: torch.Tensor | None = None
     track_mask: torch.Tensor | None = None
-    track: PrefillTrack | None = None
+    prefill: PrefillPlan | None = None
 
 
 class GDNAttnBackend(MambaAttnBackendBase):
@@ -144,11 +141,12 @@ class GDNAttnBackend(MambaAttnBackendBase):
                 slots >= 0,
                 self.num_verify_rows,
             )
-        elif fb.mamba_track_indices is not None and fb.mamba_track_rows_cpu is not None:
-            if fb.forward_mode.is_decode():
+        elif fb.forward_mode.is_decode():
+            if fb.mamba_track_indices is not None and fb.mamba_track_rows is not None:
                 metadata.track_mask = fb.mamba_track_rows > 0
-            else:
-                metadata.track = PrefillTrack(fb.mamba_track_rows_cpu, fb.mamba_track_indices)
+        else:
+            rows = None if fb.mamba_track_indices is None else fb.mamba_track_rows_cpu
+            metadata.prefill = plan_prefill(fb.query_lens_cpu, rows, slots.device)
         self.forward_metadata = metadata
 
     @property
@@ -237,7 +235,9 @@ class GDNAttnBackend(MambaAttnBackendBase):
         fb: ForwardBatch,
     ) -> torch.Tensor:
         metadata = self._call
-        track = metadata.track
+        plan = metadata.prefill
+        assert plan is not None, "a prefill without the plan of init_forward_metadata"
+        dests = metadata.mamba_track_indices if any(plan.cuts) else None
         convolved = causal_conv1d_fn(
             mixed_qkv.t(),
             layer.conv_weights,
@@ -247,8 +247,8 @@ class GDNAttnBackend(MambaAttnBackendBase):
             fb.query_lens_cpu,
             cache_indices=metadata.mamba_cache_indices,
             activation=layer.activation,
-            track_dests=None if track is None else track.dests,
-            track_rows=None if track is None else fb.mamba_track_rows,
+            track_dests=dests,
+            track_rows=None if dests is None else fb.mamba_track_rows,
         ).t()
         q, k, v = fused_qkv_split_gdn_prefill(convolved, layer)
         return self.kernel_dispatcher.extend_kernel.extend(
@@ -261,8 +261,8 @@ class GDNAttnBackend(MambaAttnBackendBase):
             b,
             ssm_states=cache.temporal,
             cache_indices=metadata.mamba_cache_indices,
-            lengths=fb.query_lens_cpu,
-            track=track,
+            plan=plan,
+            track_dests=dests,
         )
 
     def _verify(

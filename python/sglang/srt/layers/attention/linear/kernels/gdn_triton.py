@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from sglang.kernels.ops.attention.fla.fused_gdn_gating import fused_gdn_gating
 from sglang.kernels.ops.attention.fla.fused_recurrent import (
     fused_recurrent_gated_delta_rule_packed_decode,
 )
@@ -14,10 +11,8 @@ from sglang.kernels.ops.attention.fla.fused_sigmoid_gating_recurrent import (
     fused_sigmoid_gating_delta_rule_update,
 )
 from sglang.kernels.ops.attention.fla.gdn_prefill import PrefillTokens, gdn_prefill
-from sglang.srt.layers.attention.linear.kernels.kernel_base import (
-    LinearAttnKernelBase,
-    PrefillTrack,
-)
+from sglang.kernels.ops.attention.fla.prefill_plan import PrefillPlan
+from sglang.srt.layers.attention.linear.kernels.kernel_base import LinearAttnKernelBase
 
 
 class TritonGDNKernel(LinearAttnKernelBase):
@@ -88,18 +83,16 @@ class TritonGDNKernel(LinearAttnKernelBase):
         *,
         ssm_states: torch.Tensor,
         cache_indices: torch.Tensor,
-        lengths: Sequence[int],
-        track: PrefillTrack | None,
+        plan: PrefillPlan,
+        track_dests: torch.Tensor | None,
     ) -> torch.Tensor:
-        g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
         return gdn_prefill(
-            PrefillTokens(q, k, v, g[0], beta[0]),
+            PrefillTokens(q, k, v, a, b, A_log, dt_bias),
             ssm_states,
             cache_indices,
-            lengths,
+            plan,
             scale=q.shape[-1] ** -0.5,
-            track_rows=None if track is None else track.rows,
-            track_dests=None if track is None else track.dests,
+            track_dests=track_dests,
         )
 
     def target_verify(

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class PrefillTrack:
-    """Boundary states of a prefill: store the state after rows[i] tokens at dests[i]; -1 none.
-
-    rows [N] on the host, dests [N] int64 on the device.
-    """
-
-    rows: Sequence[int]
-    dests: torch.Tensor
+from sglang.kernels.ops.attention.fla.prefill_plan import PrefillPlan
 
 
 class LinearAttnKernelBase(ABC):
@@ -59,7 +48,10 @@ class LinearAttnKernelBase(ABC):
         *,
         ssm_states: torch.Tensor,
         cache_indices: torch.Tensor,
-        lengths: Sequence[int],
-        track: PrefillTrack | None,
+        plan: PrefillPlan,
+        track_dests: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Packed prompts q, k [T, H, K], v [T, HV, V]; advances slots; returns [T, HV, V]."""
+        """Packed prompts q, k [T, H, K], v [T, HV, V], any token stride; advances slots; returns [T, HV, V].
+
+        track_dests [N]: slots for the states at the plan's cuts, -1 none.
+        """
