@@ -32,13 +32,18 @@ class InProcessEngine:
     """Runs requests by calling ``Scheduler.step`` directly; outputs are collected per request."""
 
     def __init__(
-        self, model_path: str, *, accept_plan: AcceptPlan | None = None, **server_args
+        self,
+        model_path: str,
+        *,
+        accept_plan: AcceptPlan | None = None,
+        device_steps: bool | None = None,
+        **server_args,
     ) -> None:
         options = {"device": "cpu", "max_total_tokens": 4096, "random_seed": 0} | server_args
         args = run_resolution_pipeline(ServerArgs(model_path=model_path, **options))
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.messages: list[FromScheduler] = []
-        self.built = build_engine(args, self._receive)
+        self.built = build_engine(args, self._receive, device_steps=device_steps)
         self.scheduler = self.built.scheduler
         self.scripted: ScriptedDrafter | None = None
         if accept_plan is not None:

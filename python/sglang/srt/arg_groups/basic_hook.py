@@ -89,8 +89,11 @@ def handle_page_and_chunk(args: ServerArgs) -> ServerArgs:
 
 
 def handle_cuda_graphs(args: ServerArgs) -> ServerArgs:
-    """Choose the batch sizes that graphs are captured for; none on the CPU."""
-    if args.device == "cpu" or args.disable_cuda_graph:
+    """Choose the batch sizes that graphs are captured for; none on the CPU.
+
+    Without graphs steps are padded to the same sizes, so that graphs change no result.
+    """
+    if args.device == "cpu":
         return replace(args, disable_cuda_graph=True, cuda_graph_max_bs=None, cuda_graph_bs=None)
     if args.cuda_graph_bs:
         sizes = sorted(set(args.cuda_graph_bs))

@@ -41,7 +41,6 @@ class MissingTogether:
 
 _ONE_DEVICE = "this build runs a model on one device; leave it at 1"
 _NO_PD = "this build serves whole requests; leave --disaggregation-mode at null"
-_NO_GRAPHS = "this build launches kernels one by one, without captured graphs; leave it out"
 _NO_FLASHINFER = "this build's GPU kernels are its own; use triton"
 
 NOT_IN_THIS_BUILD: dict[str, Missing] = {
@@ -81,8 +80,6 @@ NOT_IN_THIS_BUILD: dict[str, Missing] = {
     "linear_attn_decode_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
     "linear_attn_prefill_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
     "linear_attn_verify_backend": Missing(_NO_FLASHINFER, values=("flashinfer",)),
-    "cuda_graph_bs": Missing(_NO_GRAPHS),
-    "cuda_graph_max_bs": Missing(_NO_GRAPHS),
     "device": Missing("this engine runs on cuda and cpu", values=("xpu", "npu")),
 }
 

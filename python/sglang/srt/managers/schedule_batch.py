@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from sglang.srt.constrained.grammar_state import GrammarState
 from sglang.srt.managers.finish import StopChecker
@@ -19,7 +20,7 @@ class Req:
     ``origin_input_ids`` is the prompt. ``output_ids`` holds what was sampled; its last entry is the
     *bonus*: it has been emitted, but its KV and state do not exist yet. ``kv`` is what the request
     holds in the pools; only RequestMemory writes it, except ``committed_len``, which the scheduler
-    advances when a step is final.
+    advances when a step is final. ``num_in_flight`` counts launched steps whose tokens are not known yet.
     """
 
     rid: str
@@ -45,6 +46,7 @@ class Req:
     num_retractions: int = 0
     spec_verify_ct: int = 0
     spec_correct_ct: int = 0
+    num_in_flight: int = 0
     output_logprobs: list = field(default_factory=list)
     input_logprobs: list = field(default_factory=list)
 
@@ -138,6 +140,12 @@ class DecodePlan:
     track_slots: list[int]
 
 
+class PendingStep(Protocol):
+    """A step that was launched; ``result`` waits for what it produced."""
+
+    def result(self) -> StepResult: ...
+
+
 @dataclass
 class StepResult:
     """What a step produced, per request of its plan, in the plan's order.
@@ -156,3 +164,7 @@ class StepResult:
     logprobs: list[list | None]
     input_logprobs: list[list | None]
     num_drafts: int = 0
+
+    def result(self) -> StepResult:
+        """A step that is over by the time it is returned."""
+        return self

@@ -1,8 +1,14 @@
 """The scheduler: decides what runs, and is the only one that moves a request forward.
 
-One iteration is ``step``: take messages, admit and prefill, else decode, commit, publish. A prefill
-step runs before a decode step whenever a waiting request fits (first tokens early); both kinds are
-bounded, the one by the chunk size, the other by the running set.
+One iteration is ``step``: admit and launch a prefill, else launch a decode, then take in what a
+launched step produced, and publish. A prefill runs before a decode whenever a waiting request fits
+(first tokens early); both kinds are bounded, the one by the chunk size, the other by the running set.
+
+With overlap the step that is taken in is the one before: the device works on the new step meanwhile.
+A decode is launched on an unknown outcome only if nothing but the device needs to know it; everything
+else waits for the outcome first, so results are those of one step at a time. A request that turns out
+to have ended is in one step more, whose rows for it are dropped; what that step writes goes to memory
+that the request held, before anybody whom that memory is given to next can write.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -31,6 +38,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.request_factory import RequestFactory
 from sglang.srt.managers.schedule_batch import (
     DecodePlan,
+    PrefillChunk,
     PrefillPlan,
     Req,
     StepResult,
@@ -58,6 +66,7 @@ class Scheduler:
         metrics: SchedulerMetrics,
         max_queued_requests: int | None,
         stream_interval: int,
+        overlap: bool,
         send: Send,
         internal_state: Callable[[], dict],
     ) -> None:
@@ -68,6 +77,8 @@ class Scheduler:
         self.metrics = metrics
         self._max_queued_requests = max_queued_requests
         self._stream_interval = stream_interval
+        self._overlap = overlap
+        self._pending: _Launched | None = None
         self._send = send
         self._internal_state = internal_state
         self.waiting: list[Req] = []
@@ -77,15 +88,38 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.waiting or self.prefilling or self.running)
+        return not (self.waiting or self.prefilling or self.running or self._pending)
 
     def step(self) -> None:
-        """Run one prefill or one decode step; do nothing when idle."""
-        if self._step_prefill():
-            return
-        if self.running:
-            self._step_decode()
-        elif self.waiting and not self.prefilling:
+        """Launch one prefill or decode step and take in one; do nothing when idle."""
+        busy = bool(self.running) or self._pending is not None
+        launched: _Launched | None = self._launch_prefill()
+        if launched is None and self.running:
+            launched = self._launch_decode()
+        if launched is None and not busy:
+            self._help_stuck()
+        before, self._pending = self._pending, launched
+        if before is not None:
+            self._take_in(before)
+        if not self._overlap:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take in the step in flight, if there is one."""
+        before, self._pending = self._pending, None
+        if before is not None:
+            self._take_in(before)
+
+    def _take_in(self, launched: _Launched) -> None:
+        for req in launched.reqs:
+            req.num_in_flight -= 1
+        launched.take_in()
+
+    def _help_stuck(self) -> None:
+        """Nothing runs and nothing can be launched, although requests may be there."""
+        if self.prefilling:
+            self._retract(self.prefilling[-1], self.prefilling)
+        elif self.waiting:
             self._refuse_unservable(self.waiting[0])
 
     def handle(self, message: ToScheduler) -> None:
@@ -170,64 +204,101 @@ class Scheduler:
 
     # -- prefill -----------------------------------------------------------------------------
 
-    def _step_prefill(self) -> bool:
+    def _launch_prefill(self) -> _Launched | None:
+        """Start the next chunks. All but their sampled tokens is known now and takes effect now."""
         if not (self.waiting or self.prefilling):
-            return False
+            return None
         chunks, admitted = self._policy.plan(self.waiting, self.prefilling, self.running)
         if not chunks:
-            if self.prefilling and not self.running:
-                self._retract(self.prefilling[-1], self.prefilling)
-                return True
-            return False
+            return None
         for req in admitted:
             self.waiting.remove(req)
             self.prefilling.append(req)
             self.metrics.note_admission(req)
         plan = PrefillPlan(chunks)
         started = time.monotonic()
-        result = self._worker.prefill(plan)
-        self._commit([c.req for c in chunks], result, verified=False)
-        for chunk, scored in zip(chunks, result.input_logprobs, strict=True):
-            chunk.req.input_logprobs += scored or []
-        for chunk in chunks:
+        step = self._worker.prefill(plan)
+        for chunk, tracked in zip(chunks, step.tracked, strict=True):
+            req = chunk.req
+            req.num_in_flight += 1
+            req.kv.committed_len = chunk.end
+            if tracked >= 0:
+                self._memory.note_track(req, tracked)
+            self._memory.cache_unfinished(req, chunk.token_ids[: chunk.end])
             if chunk.is_last:
-                self.prefilling.remove(chunk.req)
-                self.running.append(chunk.req)
+                self.prefilling.remove(req)
+                self.running.append(req)
+
+        def take_in() -> None:
+            self._take_in_prefill(chunks, step.result())
+            self.metrics.note_prefill(self, plan, admitted, time.monotonic() - started)
+            self._publish([c.req for c in chunks if c.is_last and c.req in self.running])
+
+        return _Launched([c.req for c in chunks], take_in)
+
+    def _take_in_prefill(self, chunks: list[PrefillChunk], result: StepResult) -> None:
+        for i, chunk in enumerate(chunks):
             if chunk.req.finish_reason is None:
-                self._memory.cache_unfinished(
-                    chunk.req, chunk.token_ids[: chunk.req.kv.committed_len]
-                )
-        self.metrics.note_prefill(self, plan, admitted, time.monotonic() - started)
-        self._publish([c.req for c in chunks if c.is_last])
-        return True
+                chunk.req.input_logprobs += result.input_logprobs[i] or []
+                self._append(chunk.req, result, i)
 
     # -- decode ------------------------------------------------------------------------------
 
-    def _step_decode(self) -> None:
+    def _launch_decode(self) -> _Launched | None:
         width = self._worker.draft_token_num
+        if self._pending is not None and not self._can_run_ahead(width):
+            self._settle()
         self._make_room(width)
-        reqs = list(self.running)
+        reqs = [r for r in self.running if not _ends_in_flight(r)]
         if not reqs:
-            return
+            return None
         plan = DecodePlan(
             reqs=reqs,
             draft_token_num=width,
-            track_slots=[self._memory.track_slot_for_decode(r) for r in reqs],
+            track_slots=[
+                self._memory.track_slot_for_decode(r, width * (1 + r.num_in_flight)) for r in reqs
+            ],
         )
-        result = self._worker.decode(plan)
-        self._commit(reqs, result, verified=width > 1)
-        self.metrics.note_decode(self, reqs, result)
-        self._publish(reqs)
+        step = self._worker.decode(plan)
+        for req in reqs:
+            req.num_in_flight += 1
+
+        def take_in() -> None:
+            result = step.result()
+            self._take_in_decode(reqs, result, verified=width > 1)
+            self.metrics.note_decode(self, reqs, result)
+            self._publish([r for r in reqs if r in self.running])
+
+        return _Launched(reqs, take_in)
+
+    def _can_run_ahead(self, width: int) -> bool:
+        """Whether the running requests can take another step before the last one's outcome is known."""
+        reqs = self.running
+        return self._worker.can_run_ahead(reqs) and self._memory.ensure_many(
+            reqs, [_reach(r, width) for r in reqs]
+        )
+
+    def _take_in_decode(self, reqs: list[Req], result: StepResult, *, verified: bool) -> None:
+        """Move requests forward by what a step produced: lengths, tracks, tokens, finish."""
+        for i, req in enumerate(reqs):
+            if req.finish_reason is not None:
+                continue
+            req.kv.committed_len += result.committed[i]
+            if result.tracked[i] >= 0:
+                self._memory.note_track(req, result.tracked[i])
+            if verified:
+                req.spec_verify_ct += 1
+                req.spec_correct_ct += result.committed[i] - 1
+            self._append(req, result, i)
 
     def _make_room(self, width: int) -> None:
         """Reserve pages for one step of every running request, retracting the newest if needed."""
         reqs = self.running
-        if self._memory.ensure_many(reqs, [r.kv.committed_len + width for r in reqs]):
+        if self._memory.ensure_many(reqs, [_reach(r, width) for r in reqs]):
             return
+        self._settle()
         for req in list(reqs):
-            while req in self.running and not self._memory.ensure(
-                req, req.kv.committed_len + width
-            ):
+            while req in self.running and not self._memory.ensure(req, _reach(req, width)):
                 victim = max(self.running, key=lambda r: (-r.priority, r.arrival))
                 self._retract(victim, self.running)
 
@@ -247,20 +318,15 @@ class Scheduler:
         self.waiting.append(req)
         self._policy.order(self.waiting)
 
-    # -- commit and publish --------------------------------------------------------------------
+    # -- tokens out ----------------------------------------------------------------------------
 
-    def _commit(self, reqs: list[Req], result: StepResult, *, verified: bool) -> None:
-        """Move requests forward by what a step produced: lengths, tracks, tokens, finish."""
-        for i, req in enumerate(reqs):
-            req.kv.committed_len += result.committed[i]
-            if result.tracked[i] >= 0:
-                self._memory.note_track(req, result.tracked[i])
-            if verified:
-                req.spec_verify_ct += 1
-                req.spec_correct_ct += result.committed[i] - 1
-            kept = req.append(result.token_ids[i])
-            if result.logprobs[i] is not None:
-                req.output_logprobs += result.logprobs[i][:kept]
+    @staticmethod
+    def _append(req: Req, result: StepResult, i: int) -> None:
+        """Append the new tokens of request i of a step, as far as it may go on."""
+        kept = req.append(result.token_ids[i])
+        logprobs = result.logprobs[i]
+        if logprobs is not None:
+            req.output_logprobs += logprobs[:kept]
 
     def _publish(self, reqs: list[Req]) -> None:
         """Send new tokens; free what has finished."""
@@ -313,3 +379,21 @@ class Scheduler:
     def _wants_digest(req: Req) -> bool:
         """True for the last output, while the request still holds its memory."""
         return req.return_state_digest and req.finish_reason is not None and req.kv.holds_mamba
+
+
+@dataclass
+class _Launched:
+    """A step in flight: whose it is, and what to do once its outcome is wanted."""
+
+    reqs: list[Req]
+    take_in: Callable[[], None]
+
+
+def _reach(req: Req, width: int) -> int:
+    """Positions below this are written at most by the steps in flight and one more."""
+    return req.kv.committed_len + width * (1 + req.num_in_flight)
+
+
+def _ends_in_flight(req: Req) -> bool:
+    """Every step yields a token, so a request that wants no more than those in flight is done."""
+    return req.num_in_flight > 0 and req.remaining_new_tokens <= req.num_in_flight

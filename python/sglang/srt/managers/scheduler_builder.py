@@ -63,10 +63,15 @@ class BuiltEngine:
             self.host_tier.close()
 
 
-def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
-    """Plan memory, build pools, load weights, and put the scheduler on top."""
+def build_engine(args: ServerArgs, send: Send, *, device_steps: bool | None = None) -> BuiltEngine:
+    """Plan memory, build pools, load weights, and put the scheduler on top.
+
+    ``device_steps``: the device leads decode steps; by default on a GPU.
+    """
     model_config = ModelConfig.from_path(args.model_path)
     device = torch.device(args.device)
+    if device_steps is None:
+        device_steps = device.type != "cpu"
     if device.type == "cpu":
         torch.set_num_threads(args.cpu_threads)
     plan = make_plan(model_config, args)
@@ -82,9 +87,14 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
         drafter,
         track_grid_tokens=policy.grids.track_tokens if policy else 1,
         accept_rule=accept_rule,
+        device_steps=device_steps,
+        graph_sizes=args.cuda_graph_bs or (),
     )
+    if device.type == "cuda" and not args.disable_cuda_graph:
+        worker.capture_graphs()
+    overlap = device_steps and not args.disable_overlap_schedule
     chunk_tokens = args.chunked_prefill_size
-    max_req_len = _max_req_len(memory, plan, draft_token_num)
+    max_req_len = _max_req_len(memory, plan, draft_token_num * (2 if overlap else 1))
     info = _info(args, model_config, plan, memory, max_req_len)
     if drafter is not None:
         info |= {"speculative_accept_rule": accept_rule.name, **simulated_info()}
@@ -121,6 +131,7 @@ def build_engine(args: ServerArgs, send: Send) -> BuiltEngine:
         metrics=metrics,
         max_queued_requests=args.max_queued_requests,
         stream_interval=args.stream_interval,
+        overlap=overlap,
         send=send,
         internal_state=lambda: info if host is None else info | {"hicache": host.stats()},
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from sglang.srt.mem_cache.pool.req_pool import HasKV, HybridReqToTokenPool, ReqToTokenPool
 from sglang.srt.mem_cache.req_kv import ReqKV
+from sglang.srt.utils.upload import upload, upload_ids
 
 
 def held_states(kv: ReqKV) -> list[int]:
@@ -112,17 +112,17 @@ class RequestSlots:
     def copy_state(self, src: int, dst: int) -> None:
         """Copy conv windows and recurrent state, ordered after earlier work on the device's stream."""
         device = self._pool.device
-        pair = torch.tensor([[src], [dst]], dtype=torch.int64, device=device)
+        pair = upload(np.array([[src], [dst]], dtype=np.int64), device)
         self._states.copy_mamba_state(pair[0], pair[1])
 
     def clear_state(self, slot: int) -> None:
-        index = torch.tensor([slot], dtype=torch.int64, device=self._pool.device)
+        index = upload_ids([slot], self._pool.device)
         self._states.mamba_pool.clear_slots(index)
 
     def write_row(self, row: int, start: int, slots: np.ndarray) -> None:
         """KV slots of positions ``start ..`` of one row; a last page may reach past the row's end."""
         slots = slots[: max(0, self.max_context_len - start)]
-        values = torch.from_numpy(slots.astype(np.int32)).to(self._pool.device)
+        values = upload(slots.astype(np.int32), self._pool.device)
         self._pool.write((row, slice(start, start + len(slots))), values)
 
     def write_positions(self, rows: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
@@ -133,7 +133,7 @@ class RequestSlots:
         inside = positions < self.max_context_len
         if not inside.all():
             rows, positions, slots = rows[inside], positions[inside], slots[inside]
-        packed = torch.from_numpy(np.stack((rows, positions, slots))).to(self._pool.device)
+        packed = upload(np.stack((rows, positions, slots)), self._pool.device)
         self._pool.write((packed[0], packed[1]), packed[2])
 
     def read_row(self, row: int, num_tokens: int) -> np.ndarray:

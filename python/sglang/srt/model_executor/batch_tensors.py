@@ -14,6 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.utils.upload import upload, upload_ids
 
 
 def make_forward_batch(
@@ -56,7 +57,7 @@ def make_forward_batch(
         host[:num_tokens] += np.repeat(starts - query_start[:-1], lens)
         host[num_tokens : 2 * num_tokens] = np.repeat(rows, lens)
     # One upload for all int64 columns.
-    columns = _upload(host, table.device)
+    columns = upload(host, table.device)
     positions, row_of_token, row_index, starts_column, lens_column = columns.split(
         [num_tokens, num_tokens, num_requests, num_requests, num_requests]
     )
@@ -72,13 +73,13 @@ def make_forward_batch(
         req_pool_indices=row_index,
         prefix_lens=starts_column,
         query_lens=lens_column,
-        query_start_loc=_upload(query_start, table.device),
+        query_start_loc=upload(query_start, table.device),
         out_cache_loc=table[row_of_token, positions].long(),
         mamba_cache_indices=(
             req_pool.get_mamba_indices(row_index).to(torch.int32) if with_state else None
         ),
-        mamba_track_indices=torch.tensor(track_slots, device=table.device) if tracking else None,
-        mamba_track_rows=torch.tensor(track_rows, device=table.device) if tracking else None,
+        mamba_track_indices=upload_ids(track_slots, table.device) if tracking else None,
+        mamba_track_rows=upload_ids(track_rows, table.device) if tracking else None,
         mamba_track_rows_cpu=list(track_rows) if tracking else None,
         logits_rows=logits_rows,
         capture_hidden=capture_hidden,
@@ -88,8 +89,3 @@ def make_forward_batch(
         prefix_lens_cpu=list(prefix_lens),
         query_lens_cpu=list(query_lens),
     )
-
-
-def _upload(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

@@ -58,6 +58,8 @@ class ModelRunner:
             batch_invariant=batch_invariant,
         )
         weights.fill(self.model, model_config.model_path)
+        if device.type != "cpu":
+            self.model.rotary.reserve(self.req_pool.max_context_len)
 
     def forward(self, fb: ForwardBatch) -> LogitsOutput:
         """Run the target. EXTEND and DECODE advance KV and state; TARGET_VERIFY only records."""
@@ -100,6 +102,8 @@ class DraftModelRunner:
             batch_invariant=batch_invariant,
         )
         target.weights.fill(self.model, draft_config.model_path, shared_with=target.model)
+        if target.device.type != "cpu":
+            self.model.rotary.reserve(req_pool.max_context_len)
 
     def forward(self, fb: ForwardBatch) -> LogitsOutput:
         """Run the draft model; only its KV pool changes."""

@@ -28,7 +28,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_loader.checkpoint_files import SafetensorsFile, tensor_files
 from sglang.srt.model_loader.weight_slots import WeightSlots
 from sglang.srt.models.dflash_conv import GroupedDynamicConv
-from sglang.srt.models.hybrid_gdn import HybridGDNForCausalLM
+from sglang.srt.models.hybrid_gdn import HybridGDNForCausalLM, max_position
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
@@ -208,7 +208,7 @@ class DFlashDraftModel(nn.Module):
     def forward_block(self, fb: ForwardBatch) -> Tensor:
         """Run blocks of equal length; returns the final-norm rows [R, block, H]."""
         block = fb.query_lens_cpu[0]
-        self.rotary.reserve(max(fb.prefix_lens_cpu) + block)
+        self.rotary.reserve(max_position(fb) + 1)
         x = self._target[0].embed_tokens(fb.input_ids)
         if self.mask_embedding is not None:
             is_mask = (fb.input_ids == self.mask_token_id).unsqueeze(-1)
@@ -222,7 +222,7 @@ class DFlashDraftModel(nn.Module):
         the first ``skip`` rows of each block, scaled and capped as the config says."""
         block = fb.query_lens_cpu[0]
         if self.block_step is not None and self.block_step.covers(fb):
-            self.rotary.reserve(max(fb.prefix_lens_cpu) + block)
+            self.rotary.reserve(max_position(fb) + 1)
             first = torch.arange(fb.batch_size).unsqueeze(1) * block
             wanted = (first + torch.arange(skip, block)).flatten()
             hidden, logits = self.block_step.run(fb, wanted)

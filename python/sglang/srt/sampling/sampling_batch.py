@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.upload import upload
 
 _MASK64 = (1 << 64) - 1
 
@@ -154,8 +155,8 @@ class SamplingBatch:
             table[1, i] = min(p.top_k, state.vocab_size)
             table[2, i] = p.top_p
             table[3, i] = p.min_p
-        flat = torch.from_numpy(table.reshape(5, -1)).to(device)
-        greedy = torch.tensor([s.is_greedy for s in states], device=device)
+        flat = upload(table.reshape(5, -1), device)
+        greedy = upload(np.array([s.is_greedy for s in states]), device)
         return cls(
             all_greedy=False,
             temperature=flat[0].float(),

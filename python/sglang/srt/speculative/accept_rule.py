@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from sglang.srt.speculative.accept_math import block_accept, rejection_accept, t
 from sglang.srt.speculative.drafter import Proposal
 from sglang.srt.speculative.tree import DraftTree, walk
 from sglang.srt.speculative.uniforms import Stream, stream_uniforms
+from sglang.srt.utils.upload import upload, upload_ids
 
 _MAX_GROUP_PROBS = 1 << 26  # entries of p held at once: 256 MiB in fp32
 
@@ -92,10 +94,13 @@ class Verdict:
 
 
 class AcceptRule(Protocol):
-    """``wants_probs``: proposals should be drawn at random and say from which distributions."""
+    """``wants_probs``: proposals should be drawn at random and say from which distributions.
+    ``reads_sampling``: the verdict depends on how requests sample and at which positions.
+    """
 
     name: str
     wants_probs: bool
+    reads_sampling: bool
 
     def accept(self, rows: VerifyRows) -> Verdict: ...
 
@@ -109,6 +114,7 @@ class MatchRule:
 
     name = "match"
     wants_probs = False
+    reads_sampling = True
 
     def accept(self, rows: VerifyRows) -> Verdict:
         targets = sample(rows.logits, rows.sampling_batch()).view(rows.candidates.shape)
@@ -121,6 +127,7 @@ class _ChainRule(ABC):
     """Shared part of the rules over distributions: greedy requests match, the others draw."""
 
     wants_probs = False
+    reads_sampling = True
 
     def accept(self, rows: VerifyRows) -> Verdict:
         batch = rows.sampling_batch()
@@ -144,7 +151,7 @@ class _ChainRule(ABC):
     ) -> None:
         """Decide some of the requests that sample; writes their rows of ``targets`` and ``correct``."""
         device, width = rows.logits.device, rows.width
-        index = torch.tensor(requests, device=device)
+        index = upload_ids(requests, device)
         own = (index.unsqueeze(1) * width + torch.arange(width, device=device)).flatten()
         is_filtered = any(_is_filtered(rows.states[r]) for r in requests)
         p = target_probs(rows.logits[own], batch.rows(own), is_filtered=is_filtered)
@@ -218,7 +225,7 @@ def tree_verdict(tree: DraftTree, candidates: Tensor, targets: Tensor) -> Verdic
     padded = [ids + ids[-1:] * (width - len(ids)) for ids in token_ids]
 
     def on_device(values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=targets.device)
+        return upload(np.array(values, dtype=np.int64), targets.device)
 
     return Verdict(
         on_device([len(path) - 1 for path in paths]),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MHATokenToKVPool
 from sglang.srt.model_executor.batch_tensors import make_forward_batch
+from sglang.srt.model_executor.decode_rows import NOBODY, DecodeRows
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -19,6 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     LogitsOutput,
 )
 from sglang.srt.models.dflash import DFlashDraftModel
+from sglang.srt.models.hybrid_gdn import max_position
 from sglang.srt.speculative.drafter import DraftBatch
 
 
@@ -36,6 +38,8 @@ class BlockRunner:
     ) -> None:
         self.model = model
         self.device = req_pool.req_to_token.device
+        if self.device.type != "cpu":
+            model.rotary.reserve(req_pool.max_context_len)
         self._req_pool = req_pool
         self._kv_pool = kv_pool
 
@@ -58,6 +62,23 @@ class BlockRunner:
         self.model.attn_backend.init_forward_metadata(fb)
         return self.model.draft_rows(fb, skip=skip)
 
+    def run_block_rows(
+        self, rows: DecodeRows, num_rows: int, *, skip: int
+    ) -> tuple[Tensor, Tensor]:
+        """``run_block`` of fixed shapes, without the host."""
+        ids = torch.full(
+            (rows.num_requests, num_rows),
+            self.model.mask_token_id,
+            dtype=torch.long,
+            device=self.device,
+        )
+        ids[:, 0] = rows.bonus
+        fb = rows.batch(
+            ForwardMode.DRAFT_EXTEND, width=num_rows, input_ids=ids.reshape(-1), with_state=False
+        )
+        self.model.attn_backend.init_forward_metadata(fb)
+        return self.model.draft_rows(fb, skip=skip)
+
     def write_prefill(self, fb: ForwardBatch, output: LogitsOutput) -> None:
         """Context KV of all rows of a prefill."""
         self._write(fb, _taps(output), fb.positions, fb.out_cache_loc)
@@ -76,15 +97,19 @@ class BlockRunner:
             taps, positions, slots = taps[index], positions[index], slots[index]
         self._write(fb, taps, positions, slots)
 
-    def _write(self, fb: ForwardBatch, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
-        lens = zip(fb.prefix_lens_cpu, fb.query_lens_cpu, strict=True)
+    def write_accepted_rows(
+        self, fb: ForwardBatch, output: LogitsOutput, width: int, correct: Tensor
+    ) -> None:
+        """``write_accepted`` of fixed shapes: rejected rows have no slot, so nothing stores them."""
+        is_accepted = torch.arange(width, device=self.device) <= correct.unsqueeze(1)
+        slots = torch.where(is_accepted.reshape(-1), fb.out_cache_loc, NOBODY)
+        self._write(fb, _taps(output), fb.positions, slots)
 
+    def _write(self, fb: ForwardBatch, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
         def store(layer: int, k: Tensor, v: Tensor) -> None:
             self._kv_pool.set_kv_buffer(layer, slots, k, v)
 
-        self.model.write_context(
-            taps, positions, store, end_position=max(prefix + rows for prefix, rows in lens)
-        )
+        self.model.write_context(taps, positions, store, end_position=max_position(fb) + 1)
 
 
 def _taps(output: LogitsOutput) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglang.srt.model_executor.decode_rows import DecodeRows
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -35,12 +36,29 @@ class DFlashDrafter:
 
     def propose(self, batch: DraftBatch) -> Proposal:
         rows, logits = self._runner.run_block(batch, self.draft_token_num, skip=1)
+        draws = self._draws and DraftSampler.is_needed(batch)
+        sampler = DraftSampler(batch, rows.shape[1], logits.device) if draws else None
+        return self._choose(batch.bonus, rows, logits, sampler)
+
+    def propose_rows(self, rows: DecodeRows) -> Tensor:
+        """See ``DeviceDrafter``."""
+        hidden, logits = self._runner.run_block_rows(rows, self.draft_token_num, skip=1)
+        return self._choose(rows.bonus, hidden, logits, None).tokens
+
+    def _choose(
+        self, bonus: Tensor, rows: Tensor, logits: Tensor, sampler: DraftSampler | None
+    ) -> Proposal:
         if isinstance(self._model, DFlash2DraftModel):
-            return self._walk(self._model, batch, rows, logits)
+            return self._walk(self._model, bonus, rows, logits, sampler)
         return Proposal(tokens=torch.argmax(logits, dim=-1))
 
+    @staticmethod
     def _walk(
-        self, model: DFlash2DraftModel, batch: DraftBatch, rows: Tensor, logits: Tensor
+        model: DFlash2DraftModel,
+        bonus: Tensor,
+        rows: Tensor,
+        logits: Tensor,
+        sampler: DraftSampler | None,
     ) -> Proposal:
         """Left to right: a candidate's own logit plus its score after the token just chosen."""
         selector, width = model.candidate_selector, rows.shape[1]
@@ -48,10 +66,8 @@ class DFlashDrafter:
         unary, candidates = logits.topk(top_k, dim=-1)
         projected = selector.hidden_projection(rows.reshape(-1, rows.shape[-1]))
         projected = projected.view(rows.shape[0], width, -1)
-        draws = self._draws and DraftSampler.is_needed(batch)
-        sampler = DraftSampler(batch, width, logits.device) if draws else None
-        probs = torch.zeros_like(logits) if draws else None
-        previous, tokens = batch.bonus, []
+        probs = None if sampler is None else torch.zeros_like(logits)
+        previous, tokens = bonus, []
         for i in range(width):
             own = candidates[:, i]
             scores = unary[:, i] + selector.pair_scores(projected[:, i], previous, own)
@@ -71,3 +87,14 @@ class DFlashDrafter:
         self, fb: ForwardBatch, output: LogitsOutput, targets: Tensor, num_correct: list[int]
     ) -> None:
         self._runner.write_accepted(fb, output, num_correct)
+
+    def after_verify_rows(
+        self,
+        rows: DecodeRows,
+        fb: ForwardBatch,
+        output: LogitsOutput,
+        targets: Tensor,
+        correct: Tensor,
+    ) -> None:
+        """See ``DeviceDrafter``."""
+        self._runner.write_accepted_rows(fb, output, self.draft_token_num, correct)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from sglang.srt.sampling.sampling_batch import SamplingState
 from sglang.srt.speculative.accept_math import draw
 from sglang.srt.speculative.drafter import DraftBatch
 from sglang.srt.speculative.uniforms import Stream, stream_uniforms
+from sglang.srt.utils.upload import upload
 
 
 class DraftSampler:
@@ -24,7 +26,7 @@ class DraftSampler:
         states = batch.sampling
         self._uniform = stream_uniforms(states, batch.prefix_lens, width, Stream.DRAFT, device)
         self._temperature = _temperatures(states, device)
-        self._greedy = torch.tensor([s.is_greedy for s in states], device=device)
+        self._greedy = upload(np.array([s.is_greedy for s in states]), device)
 
     @staticmethod
     def is_needed(batch: DraftBatch) -> bool:
@@ -45,4 +47,4 @@ class DraftSampler:
 
 def _temperatures(states: Sequence[SamplingState], device: torch.device) -> Tensor:
     values = [1.0 if s.is_greedy else s.params.temperature for s in states]
-    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(-1)
+    return upload(np.array(values, dtype=np.float32), device).unsqueeze(-1)

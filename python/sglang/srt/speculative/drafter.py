@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from sglang.srt.model_executor.forward_batch_info import (
@@ -57,6 +58,10 @@ class Proposal:
     tokens: Tensor
     probs: Tensor | None = None
     tree: DraftTree | None = None
+
+    def with_bonus(self, bonus: Tensor) -> Tensor:
+        """[R, d + 1]: each request's ``bonus`` [R], then its drafts."""
+        return torch.cat([bonus.unsqueeze(1), self.tokens], dim=1)
 
 
 class Drafter(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglang.srt.model_executor.decode_rows import DecodeRows
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -40,9 +41,22 @@ class DSparkDrafter:
         rows, base = self._runner.run_block(batch, width + dropped, skip=dropped)
         draws = self._draws and DraftSampler.is_needed(batch)
         sampler = DraftSampler(batch, width, base.device) if draws else None
-        head = self._model.markov_head
-        state = head.start(len(batch.rows), rows)
-        previous, tokens, probs = batch.bonus, [], []
+        return self._walk(batch.bonus, rows, base, sampler)
+
+    def propose_rows(self, rows: DecodeRows) -> Tensor:
+        """See ``DeviceDrafter``."""
+        dropped = 0 if self._model.config.sample_from_anchor else 1
+        num_rows = self.draft_token_num - 1 + dropped
+        hidden, base = self._runner.run_block_rows(rows, num_rows, skip=dropped)
+        return self._walk(rows.bonus, hidden, base, None).tokens
+
+    def _walk(
+        self, bonus: Tensor, rows: Tensor, base: Tensor, sampler: DraftSampler | None
+    ) -> Proposal:
+        """Left to right: each draft biases the logits of the next."""
+        head, width = self._model.markov_head, self.draft_token_num - 1
+        state = head.start(rows.shape[0], rows)
+        previous, tokens, probs = bonus, [], []
         for i in range(width):
             bias, state = head.step(previous, rows[:, i], state)
             logits = base[:, i] + bias
@@ -63,3 +77,14 @@ class DSparkDrafter:
         self, fb: ForwardBatch, output: LogitsOutput, targets: Tensor, num_correct: list[int]
     ) -> None:
         self._runner.write_accepted(fb, output, num_correct)
+
+    def after_verify_rows(
+        self,
+        rows: DecodeRows,
+        fb: ForwardBatch,
+        output: LogitsOutput,
+        targets: Tensor,
+        correct: Tensor,
+    ) -> None:
+        """See ``DeviceDrafter``."""
+        self._runner.write_accepted_rows(fb, output, self.draft_token_num, correct)

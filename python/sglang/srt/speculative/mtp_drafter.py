@@ -7,11 +7,14 @@ target's. Source: docs/design/speculation.md.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.batch_tensors import make_forward_batch
+from sglang.srt.model_executor.decode_rows import DecodeRows
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -119,11 +122,18 @@ class MTPDrafter:
         last_rows = fb.query_start_loc[1:].long() - 1
         shifted[last_rows] = next_ids
         self._extend(
-            fb.req_pool_indices.tolist(),
-            fb.prefix_lens_cpu,
-            fb.query_lens_cpu,
-            input_ids=shifted,
-            hidden=output.hidden,
+            replace(
+                fb,
+                forward_mode=ForwardMode.DRAFT_EXTEND,
+                input_ids=shifted,
+                spec_hidden=output.hidden,
+                logits_rows=last_rows,
+                capture_hidden=CaptureHiddenMode.LAST,
+                capture_layer_ids=(),
+                mamba_cache_indices=None,
+                mamba_track_indices=None,
+            ),
+            fb.req_pool_indices,
         )
 
     def after_verify(
@@ -139,36 +149,74 @@ class MTPDrafter:
                 device=targets.device,
             )
             ids, hidden = targets.reshape(-1)[index], output.hidden[index]
+        ends = torch.tensor(kept, device=targets.device).cumsum(0)
+        rows = fb.req_pool_indices
         self._extend(
-            fb.req_pool_indices.tolist(), fb.prefix_lens_cpu, kept, input_ids=ids, hidden=hidden
+            make_forward_batch(
+                ForwardMode.DRAFT_EXTEND,
+                req_pool=self.req_pool,
+                rows=rows.tolist(),
+                prefix_lens=fb.prefix_lens_cpu,
+                query_lens=kept,
+                input_ids=ids,
+                spec_hidden=hidden,
+                logits_rows=ends - 1,
+                capture_hidden=CaptureHiddenMode.LAST,
+                with_state=False,
+            ),
+            rows,
         )
 
-    def _extend(
+    def propose_rows(self, rows: DecodeRows) -> Tensor:
+        """See ``DeviceDrafter``."""
+        token, hidden = self._first_draft[rows.safe], self._hidden[rows.safe]
+        drafts = [token]
+        for step in range(self._num_steps - 1):
+            fb = rows.batch(
+                ForwardMode.DECODE,
+                offset=step,
+                input_ids=token,
+                spec_hidden=hidden,
+                capture_hidden=CaptureHiddenMode.LAST,
+                with_state=False,
+            )
+            output = self._runner.forward(fb)
+            hidden = output.hidden
+            token = torch.argmax(output.logits, dim=-1)
+            drafts.append(token)
+        return torch.stack(drafts, dim=1)
+
+    def after_verify_rows(
         self,
-        rows: list[int],
-        prefix_lens: list[int],
-        query_lens: list[int],
-        *,
-        input_ids: Tensor,
-        hidden: Tensor,
+        rows: DecodeRows,
+        fb: ForwardBatch,
+        output: LogitsOutput,
+        targets: Tensor,
+        correct: Tensor,
     ) -> None:
-        """Write draft KV for these rows and keep each request's next first draft."""
-        ends = torch.tensor(query_lens, device=input_ids.device).cumsum(0)
-        fb = make_forward_batch(
-            ForwardMode.DRAFT_EXTEND,
-            req_pool=self.req_pool,
-            rows=rows,
-            prefix_lens=prefix_lens,
-            query_lens=query_lens,
-            input_ids=input_ids,
-            spec_hidden=hidden,
-            logits_rows=ends - 1,
-            capture_hidden=CaptureHiddenMode.LAST,
-            with_state=False,
+        """See ``DeviceDrafter``. Rows behind the accepted ones are computed too and never read: the
+        next step writes their positions again before it attends to them."""
+        width = targets.shape[1]
+        first = torch.arange(0, targets.numel(), width, device=targets.device)
+        self._extend(
+            replace(
+                fb,
+                forward_mode=ForwardMode.DRAFT_EXTEND,
+                input_ids=targets.reshape(-1),
+                spec_hidden=output.hidden,
+                logits_rows=first + correct.clamp(min=0),
+                capture_hidden=CaptureHiddenMode.LAST,
+                capture_layer_ids=(),
+                mamba_cache_indices=None,
+                draft_token_num=0,
+            ),
+            rows.safe,
         )
+
+    def _extend(self, fb: ForwardBatch, rows: Tensor) -> None:
+        """Write draft KV for the batch's rows and keep the next first draft of request rows [R]."""
         output = self._runner.forward(fb)
-        index = torch.tensor(rows, device=input_ids.device)
-        self._first_draft[index] = torch.argmax(output.logits, dim=-1)
-        self._hidden[index] = output.hidden.to(self._hidden.dtype)
+        self._first_draft[rows] = torch.argmax(output.logits, dim=-1)
+        self._hidden[rows] = output.hidden.to(self._hidden.dtype)
         if self._first_logits is not None:
-            self._first_logits[index] = output.logits
+            self._first_logits[rows] = output.logits

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sglang.srt.environ import envs
 from sglang.srt.speculative.accept_rule import AcceptRule, Verdict, VerifyRows
+from sglang.srt.utils.upload import upload_ids
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class SimulatedRule:
     ) -> None:
         self.name = f"simulated({inner.name})"
         self.wants_probs = inner.wants_probs
+        self.reads_sampling = False
         self._accept_len = accept_len
         self._method = method
         self._token_mode = token_mode
@@ -79,7 +81,7 @@ class SimulatedRule:
     def accept(self, rows: VerifyRows) -> Verdict:
         width, device = rows.width, rows.candidates.device
         lengths = [self.draw_length(width) for _ in rows.states]
-        correct = torch.tensor(lengths, device=device) - 1
+        correct = upload_ids(lengths, device) - 1
         targets = self._tokens(rows)
         if self._token_mode is TokenMode.REAL_DRAFT_TOKEN:
             is_draft = torch.arange(width - 1, device=device) < correct.unsqueeze(1)

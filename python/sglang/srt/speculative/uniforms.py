@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.sampling.sampling_batch import SamplingState, uniforms_at
+from sglang.srt.utils.upload import upload
 
 _INDEX_BITS = 12
 
@@ -38,4 +39,4 @@ def stream_uniforms(
     """
     seeds = [state.seed ^ stream.value for state in states]
     table = uniforms_at(seeds, [start << _INDEX_BITS for start in starts], count)
-    return torch.from_numpy(table).to(device)
+    return upload(table, device)

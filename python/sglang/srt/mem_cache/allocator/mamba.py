@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.mem_cache.integrity import HostSlotList
+from sglang.srt.utils.upload import upload_ids
 
 
 class MambaSlotAllocator:
@@ -30,7 +31,7 @@ class MambaSlotAllocator:
     def alloc(self, n: int) -> torch.Tensor | None:
         """Hand out ``n`` slots: int64 ``[n]`` on the device, or None when too few are free."""
         ids = self._slots.take(n)
-        return None if ids is None else torch.tensor(ids, dtype=torch.int64, device=self.device)
+        return None if ids is None else upload_ids(ids, self.device)
 
     def free(self, idx: torch.Tensor | list[int] | int) -> None:
         """Take slots back. Raises IntegrityError naming a slot that is not held."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from sglang.srt.utils.upload import upload
+
 
 class BlobIO:
     """Packs items of a pool into uint8 rows and unpacks them.
@@ -39,7 +41,7 @@ class BlobIO:
         return f"{self._slots_per_item}x[{','.join(parts)}]"
 
     def _index(self, slots: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(slots, dtype=np.int64)).to(self.device)
+        return upload(slots.astype(np.int64), self.device)
 
     def pack(self, slots: np.ndarray) -> torch.Tensor:
         """Rows ``[items, item_bytes]`` on the device, a copy ordered after earlier work there.

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.integrity import HostSlotList, IntegrityError
 from sglang.srt.mem_cache.pool.mamba_pool import MambaPool
 from sglang.srt.mem_cache.state_layout import TensorSpec
 from sglang.srt.mem_cache.tensor_lists import num_track_entries, req_tensor_specs
+from sglang.srt.utils.upload import upload_ids
 
 if TYPE_CHECKING:
     from sglang.srt.configs.mamba_utils import BaseLinearStateParams
@@ -340,9 +341,9 @@ class HybridReqToTokenPool(ReqToTokenPool):
         row = req.kv.req_pool_idx
         self.req_index_to_mamba_index_mapping[row] = req.kv.mamba_pool_idx
         if self._entries:
-            self.req_index_to_mamba_ping_pong_mapping[row] = torch.tensor(
-                req.kv.mamba_ping_pong_track_buffer, dtype=torch.int64
-            ).to(self.device)
+            self.req_index_to_mamba_ping_pong_mapping[row] = upload_ids(
+                req.kv.mamba_ping_pong_track_buffer, self.device
+            )
 
 
 def refuse_side_state(
