@@ -15,7 +15,12 @@ import pytest
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.request_factory import RequestFactory
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.schedule_policy import CLIP_NEW_TOKENS, NEW_TOKEN_RATIO, PrefillPolicy
+from sglang.srt.managers.schedule_policy import (
+    CLIP_NEW_TOKENS,
+    NEW_TOKEN_RATIO,
+    PLANS_BETWEEN_MATCHES,
+    PrefillPolicy,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.memory_rig import MemoryRig, RigConfig
@@ -169,6 +174,29 @@ def test_what_is_not_computed_yet_is_reserved():
     assert memory.available_tokens() > prompt + output
     state.prefill_all()
     assert len(state.running) == 1 and len(state.waiting) == 1
+
+
+def test_a_refused_request_is_matched_now_and_then():
+    """Catches a match of the whole prompt in every decode step, and a prefix that is never seen."""
+    prompt, output = 1024, 200
+    state = played(exact_need(prompt, output) - 512, requests=2, prompt=prompt, output=output)
+    first, second = state.waiting
+    state.prefill_all()
+    assert state.running == [first] and state.waiting == [second]
+    matches: list[int] = []
+    match = state.rig.memory.match
+
+    def counted(token_ids, limit=None):
+        matches.append(len(token_ids))
+        return match(token_ids, limit)
+
+    state.rig.memory.match = counted
+    for _ in range(4 * PLANS_BETWEEN_MATCHES):
+        assert not state.prefill_step()
+    assert len(matches) == 4
+    while state.running:
+        assert state.decode_step(WIDTH)
+    assert state.prefill_step() == prompt, "room that has come free is taken at once"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from sglang.srt.managers.schedule_batch import PrefillChunk, Req
 from sglang.srt.mem_cache.request_memory import RequestMemory
@@ -11,6 +12,17 @@ CLIP_NEW_TOKENS = 4096
 """Output tokens counted for a request at admission at most; a guess that retraction corrects."""
 NEW_TOKEN_RATIO = 0.4
 """Share of the remaining output that admission reserves for running requests; a guess."""
+PLANS_BETWEEN_MATCHES = 8
+"""A refused request is matched again after so many plans; a match of 26k tokens takes 1 ms of a step."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the request at the head of the queue did not fit: tokens it needed, and in which plan."""
+
+    rid: str
+    fresh: int
+    plan_ct: int
 
 
 class PrefillPolicy:
@@ -38,6 +50,8 @@ class PrefillPolicy:
         self._max_running_requests = max_running_requests
         self._ratio = min(1.0, NEW_TOKEN_RATIO * conservativeness)
         self._draft_token_num = draft_token_num
+        self._plan_ct = 0
+        self._refusal: Refusal | None = None
 
     def order(self, waiting: list[Req]) -> None:
         """Sort the queue in place; changes nothing else."""
@@ -57,6 +71,7 @@ class PrefillPolicy:
 
         A request whose chunk does not fit the pools stays where it is; nothing is half allocated.
         """
+        self._plan_ct += 1
         budget = min(self._max_prefill_tokens, self._chunk_tokens)
         chunks: list[PrefillChunk] = []
         admitted: list[Req] = []
@@ -91,11 +106,14 @@ class PrefillPolicy:
         return PrefillChunk(req, start, end, token_ids, slot, rows)
 
     def _admit(self, req: Req, budget: int, reserved: int) -> PrefillChunk | None:
+        if self._is_still_short(req, reserved):
+            return None
         token_ids = req.token_ids()
         limit = req.match_limit()
         match = self._memory.match(token_ids, limit)
         fresh = len(token_ids) - match.usable_len
         if reserved and self._memory.available_tokens() < fresh + reserved + self._tail(req):
+            self._refusal = Refusal(req.rid, fresh, self._plan_ct)
             return None
         num_new = min(budget, fresh)
         if not self._memory.admit(req, token_ids=token_ids, num_new_tokens=num_new, limit=limit):
@@ -106,6 +124,15 @@ class PrefillPolicy:
             req.cached_tokens = req.kv.cached_len
         slot, rows = self._memory.track_rows_for_extend(req, start, end)
         return PrefillChunk(req, start, end, token_ids, slot, rows)
+
+    def _is_still_short(self, req: Req, reserved: int) -> bool:
+        """Whether what was found at the last refusal of ``req`` is fresh and still too much."""
+        last = self._refusal
+        if not reserved or last is None or last.rid != req.rid:
+            return False
+        if self._plan_ct - last.plan_ct >= PLANS_BETWEEN_MATCHES:
+            return False
+        return self._memory.available_tokens() < last.fresh + reserved + self._tail(req)
 
     def _tail(self, req: Req) -> int:
         ahead = int(min(req.remaining_new_tokens, CLIP_NEW_TOKENS) * self._ratio)
