@@ -12,16 +12,19 @@ import torch
 
 from sglang.test.ci.ci_register import register_amd_ci, register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=25, suite="kernels")
+register_cpu_ci(est_time=70, suite="kernels")
 register_cuda_ci(est_time=30, stage="base-b", runner_config="1-gpu-large")
 register_amd_ci(est_time=30, suite="stage-b-test-1-gpu-large-amd")
 register_amd_ci(est_time=30, suite="stage-b-test-1-gpu-small-amd-mi35x")
 
-CASES = Path(__file__).with_name("paged_attention_cases.py")
+CASES = [
+    Path(__file__).with_name(name) for name in ("paged_attention_cases.py", "kv_store_cases.py")
+]
 
 
 def run_cases(**env: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--import-mode=importlib", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--import-mode=importlib"]
+    command += [str(path) for path in CASES]
     done = subprocess.run(
         command, env={**os.environ, **env}, capture_output=True, text=True, timeout=300
     )
@@ -33,6 +36,63 @@ def run_cases(**env: str) -> None:
 def test_kernels_agree_with_the_reference_in_the_interpreter():
     pytest.importorskip("triton", reason="Triton is not installed")
     run_cases(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+GEOMETRIES = {"16 heads, 2 KV": (8, 2), "24 heads, 4 KV": (6, 4)}
+POINTERS = {
+    **dict.fromkeys(("p_q", "p_k", "p_v", "p_out", "p_part"), "*bf16"),
+    **dict.fromkeys(("p_lse", "p_cos", "p_sin"), "*fp32"),
+    **dict.fromkeys(("p_table", "p_start"), "*i32"),
+    **dict.fromkeys(("p_rows", "p_prefix", "p_slots", "p_positions"), "*i64"),
+    **dict.fromkeys(("p_q_weight", "p_k_weight", "p_k_buffer", "p_v_buffer"), "*bf16"),
+    **dict.fromkeys(("scale_log2", "eps"), "fp32"),
+}
+
+
+@pytest.mark.parametrize("group, kv_heads", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_attention_compiles_for_hopper(group, kv_heads):
+    """The table's tiles fit the chip's shared memory and use its tensor cores."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.attention.paged import attention_kernel as kernels
+    from sglang.kernels.ops.attention.paged.launch import SPLITS, few_rows, many_rows
+    from sglang.test.compile_kernels import compile_for_hopper
+
+    dims = {"HEAD_DIM": 256, "BLOCK_D": 256}
+    splits = {"SPLIT_MIN": SPLITS.min_tokens, "SPLIT_STEP": SPLITS.step_tokens}
+    strides = {"STRIDE_K": kv_heads * 256, "STRIDE_V": kv_heads * 256, "PAGE": 64}
+    kind = {"GROUP": group, "IS_CAUSAL": True, "HAS_WINDOW": False}
+    tiles = {SPLITS.max_splits: few_rows(256, group * 4), 0: many_rows(256)}
+    for most, tile in tiles.items():
+        blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "MAX_SPLITS": most}
+        ptx = compile_for_hopper(
+            kernels.paged_attention_kernel,
+            pointers=POINTERS,
+            constants={**dims, **splits, **strides, **kind, **blocks},
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        assert ("mma.sync" if most else "wgmma.mma_async") in ptx
+
+
+def test_small_kernels_compile_for_hopper():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.attention.paged import attention_kernel, store_kernel
+    from sglang.kernels.ops.attention.paged.launch import COMBINE_SPLITS, SPLITS
+    from sglang.test.compile_kernels import compile_for_hopper
+
+    dims = {"HEAD_DIM": 256, "BLOCK_D": 256}
+    splits = {"SPLIT_MIN": SPLITS.min_tokens, "SPLIT_STEP": SPLITS.step_tokens}
+    splits |= {"MAX_SPLITS": SPLITS.max_splits, "BLOCK_S": COMBINE_SPLITS}
+    kernels = {
+        attention_kernel.combine_splits_kernel: splits,
+        store_kernel.store_kv_kernel: {},
+        store_kernel.norm_rope_store_kernel: {"UNIT_OFFSET": True},
+    }
+    for kernel, constants in kernels.items():
+        compile_for_hopper(kernel, pointers=POINTERS, constants={**dims, **constants})
+        for dtype in ("*fp8e4nv",) if "p_k_buffer" in kernel.arg_names else ():
+            pools = {**POINTERS, "p_k_buffer": dtype, "p_v_buffer": dtype}
+            compile_for_hopper(kernel, pointers=pools, constants={**dims, **constants})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

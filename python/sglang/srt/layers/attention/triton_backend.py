@@ -17,8 +17,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 class TritonAttnBackend(AttentionBackend):
     """Writes K and V of the call's rows into the pool, then attends over pages.
 
-    Decode and verify split long contexts over programs at fixed token counts, so that a row's bits
-    do not depend on its batch. ``max_step_rows`` is the most rows of such a step.
+    Calls other than prompt chunks split long contexts over programs at lengths that follow from the
+    request's own context, so that a row's bits do not depend on its batch. Launches depend on shapes and on
+    the longest query alone, so a call may be captured. ``max_step_rows`` is the most rows, padding
+    included, of a decode or verify step; a larger one makes the workspace grow.
     """
 
     def __init__(
@@ -32,14 +34,32 @@ class TritonAttnBackend(AttentionBackend):
     ) -> None:
         self._req_pool = req_pool
         self._kv_pool = kv_pool
-        self._workspace = SplitWorkspace(
-            max_rows=max_step_rows,
-            max_context=req_pool.max_context_len,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            device=torch.device(req_pool.device),
-        )
+        self._num_heads = num_heads
+        self._head_dim = head_dim
+        self._workspaces = [self._make_workspace(max_step_rows)]
         self._max_query_len = 1
+
+    def _make_workspace(self, max_rows: int) -> SplitWorkspace:
+        device = torch.device(self._req_pool.device)
+        return SplitWorkspace(
+            max_rows=max_rows,
+            max_context=self._req_pool.max_context_len,
+            num_heads=self._num_heads,
+            head_dim=self._head_dim,
+            device=device,
+            dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
+        )
+
+    def _workspace_for(self, fb: ForwardBatch, num_rows: int) -> SplitWorkspace | None:
+        """None for prompt chunks, whose many rows fill the GPU unsplit."""
+        mode, newest = fb.forward_mode, self._workspaces[-1]
+        if mode.is_extend() and (not mode.is_draft_extend_v2() or num_rows > newest.max_rows):
+            return None
+        if num_rows > newest.max_rows:
+            # Smaller ones stay: graphs captured with them hold their addresses.
+            newest = self._make_workspace(num_rows)
+            self._workspaces.append(newest)
+        return newest
 
     def init_forward_metadata(self, fb: ForwardBatch) -> None:
         self._max_query_len = max(fb.query_lens_cpu)
@@ -52,7 +72,6 @@ class TritonAttnBackend(AttentionBackend):
         if fb.tree_mask is not None:
             keys, values = pool.get_kv_buffer(index)
             return attend_trees(q, keys, values, self._req_pool.req_to_token, layer, fb)
-        few = q.shape[0] <= self._workspace.max_rows and not fb.forward_mode.is_extend()
         return paged_attention(
             q,
             pool.get_key_buffer(index),
@@ -65,5 +84,6 @@ class TritonAttnBackend(AttentionBackend):
             scaling=layer.scaling,
             is_causal=layer.is_causal,
             sliding_window=layer.sliding_window,
-            workspace=self._workspace if few else None,
+            workspace=self._workspace_for(fb, q.shape[0]),
+            page_size=pool.page_size,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sglang.kernels import triton_support
+from sglang.kernels.ops.attention.paged.store import store_kv
 from sglang.srt.mem_cache.integrity import IntegrityError
 from sglang.srt.mem_cache.tensor_lists import kv_tensor_specs
 
@@ -68,9 +70,12 @@ class MHATokenToKVPool:
     ) -> None:
         """Write rows ``k``, ``v`` ``[T, head_num, head_dim]`` into slots ``loc [T]``.
 
-        Values are cast to the pool's dtype. A negative slot discards its row (it lands in the padding
-        page, which nobody reads).
+        Values are cast to the pool's dtype. A negative slot discards its row: the kernel writes nothing,
+        PyTorch on the CPU writes to the padding page, which nobody reads.
         """
+        if triton_support.runs_on(k):
+            store_kv(k, v, loc, self.k_buffer[layer_id], self.v_buffer[layer_id])
+            return
         loc = loc.clamp_min(0)
         self._k_store[layer_id][loc] = self._stored(k)
         self._v_store[layer_id][loc] = self._stored(v)

@@ -1,6 +1,7 @@
 """Launch settings of paged attention, as data.
 
-Values are guesses from tile arithmetic until ``benchmark/`` holds a measurement for the GPU at hand.
+Values are guesses from tile arithmetic until ``benchmark/gpu_kernels/attention.py`` has measured them
+on the GPU at hand.
 """
 
 from __future__ import annotations
@@ -18,17 +19,41 @@ class PagedLaunch:
     num_stages: int
 
 
-SPLIT_TOKENS = 1024
-"""Context tokens of one split. Fixed, so that a row's result does not depend on its batch."""
+@dataclass(frozen=True)
+class SplitRule:
+    """How many context tokens one split has: a function of the request's own context alone.
+
+    ``max_splits`` (a power of two) splits at most, of at least ``min_tokens`` each; every split is a
+    multiple of ``step_tokens``, which a block of context must divide.
+    """
+
+    min_tokens: int = 128
+    step_tokens: int = 64
+    max_splits: int = 64
+
+    def split_tokens(self, context: int) -> int:
+        """Tokens of one split of ``context`` tokens, as the kernels compute it."""
+        step = self.step_tokens
+        per_split = -(-context // self.max_splits)
+        return max(-(-per_split // step) * step, self.min_tokens)
+
+    def num_splits(self, context: int) -> int:
+        """Splits of ``context`` tokens; never falls as the context grows within one split size."""
+        return -(-context // self.split_tokens(context))
+
+
+SPLITS = SplitRule()
+COMBINE_SPLITS = 16
+"""Splits that the combining kernel reads at once."""
 
 
 def few_rows(head_dim: int, group_rows: int) -> PagedLaunch:
     """Decode and verify: ``group_rows`` query rows share one KV head."""
     block_m = max(16, 1 << (group_rows - 1).bit_length())
     block_n = 64 if head_dim <= 128 else 32
-    return PagedLaunch(min(block_m, 64), block_n, 4, 2)
+    return PagedLaunch(min(block_m, 64), block_n, 4, 3)
 
 
 def many_rows(head_dim: int) -> PagedLaunch:
     """Prompt chunks."""
-    return PagedLaunch(128, 64, 8, 2) if head_dim <= 128 else PagedLaunch(64, 64, 8, 2)
+    return PagedLaunch(128, 128, 8, 2) if head_dim <= 128 else PagedLaunch(128, 64, 8, 2)

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
-from sglang.kernels.ops.attention.paged.launch import SPLIT_TOKENS, few_rows, many_rows
+from sglang.kernels.ops.attention.paged.launch import (
+    COMBINE_SPLITS,
+    SPLITS,
+    PagedLaunch,
+    SplitRule,
+    few_rows,
+    many_rows,
+)
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.attention.paged.attention_kernel import (
@@ -22,7 +29,8 @@ _LOG2_E = math.log2(math.e)
 class SplitWorkspace:
     """Partial results of split contexts; allocated once for the largest step.
 
-    partial  [splits, rows, N, d] fp32; lse [splits, rows, N] fp32
+    partial  [rows, N, splits, d] ``dtype``; lse [rows, N, splits] fp32
+    A rule of at most ``max_splits`` splits bounds both, whatever the context.
     """
 
     def __init__(
@@ -33,12 +41,28 @@ class SplitWorkspace:
         num_heads: int,
         head_dim: int,
         device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        rule: SplitRule = SPLITS,
     ) -> None:
         self.max_rows = max_rows
-        self.num_splits = -(-max_context // SPLIT_TOKENS)
-        shape = (self.num_splits, max_rows, num_heads)
-        self.partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)
+        self.rule = rule
+        self.max_context = max_context
+        self.num_splits = most_splits(rule, max_context)
+        shape = (max_rows, num_heads, rule.max_splits)
+        self.partial = torch.empty((*shape, head_dim), dtype=dtype, device=device)
         self.lse = torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def most_splits(rule: SplitRule, max_context: int) -> int:
+    """Most splits of any context up to ``max_context`` tokens."""
+    return min(rule.max_splits, -(-max_context // rule.min_tokens))
+
+
+def workspace_bytes(
+    *, max_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, rule: SplitRule = SPLITS
+) -> int:
+    """Bytes that a ``SplitWorkspace`` of these sizes holds on the device."""
+    return max_rows * num_heads * rule.max_splits * (head_dim * dtype.itemsize + 4)
 
 
 def paged_attention(
@@ -56,6 +80,8 @@ def paged_attention(
     sliding_window: int = 0,
     workspace: SplitWorkspace | None = None,
     out: Tensor | None = None,
+    page_size: int = 1,
+    tile: PagedLaunch | None = None,
 ) -> Tensor:
     """Attend each request's rows to its whole context, which the pool already holds.
 
@@ -66,30 +92,43 @@ def paged_attention(
         rows                 [R] int64 rows of req_to_token; below 0: padding, its output is not written
         prefix_lens          [R] int64, context before the first row
         query_start_loc      [R+1] int32
+        max_query_len        at least the rows of any request; decides the grid
         workspace            splits long contexts over programs; for at most its max_rows rows
+        page_size            positions k * page_size .. + page_size - 1 lie in consecutive slots
+        tile                 overrides the launch table
     Returns: out [T, N, d] in q's dtype.
     Row t of request r sees positions 0 .. prefix_lens[r] + t (all of the request's if not causal), and
     with a window only those less than ``sliding_window`` away. Sums are fp32 in ascending position
-    order within fixed splits, so a row's bits do not depend on the other requests.
-    Raises: ValueError if heads do not divide or the workspace is too small.
+    order within splits that follow from the request's context, so a row's bits do not depend on the
+    other requests. Nothing but shapes and numbers given here decides the launch: it may be captured.
+    Raises: ValueError if heads do not divide, ``scaling`` is not positive, the workspace is too small
+    or a tile does not fit its splits.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_buffer.shape[1]
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} heads are not a multiple of {num_kv_heads} KV heads")
+    if scaling <= 0:
+        raise ValueError(f"scaling={scaling} must be positive: maxima are taken before it")
     if workspace is not None and num_rows > workspace.max_rows:
         raise ValueError(f"{num_rows} rows exceed the workspace's {workspace.max_rows}")
     out = torch.empty_like(q) if out is None else out
+    if not out.numel():
+        return out
     group = num_heads // num_kv_heads
     tile_rows = max_query_len * group
-    launch = few_rows(head_dim, tile_rows) if workspace is not None else many_rows(head_dim)
-    tiles_m = -(-tile_rows // launch.block_m)
-    num_requests = rows.shape[0]
-    num_splits = workspace.num_splits if workspace is not None else 1
+    rule = SPLITS if workspace is None else workspace.rule
+    if tile is None:
+        tile = many_rows(head_dim) if workspace is None else few_rows(head_dim, tile_rows)
+    if workspace is not None and rule.step_tokens % tile.block_n:
+        raise ValueError(f"splits step by {rule.step_tokens} tokens, blocks have {tile.block_n}")
+    tiles_m = -(-tile_rows // tile.block_m)
+    pairs = rows.shape[0] * num_kv_heads
+    grid = (tiles_m, pairs) if workspace is None else (pairs, tiles_m, workspace.num_splits)
     block_d = 1 << (head_dim - 1).bit_length()
-    part = workspace.partial if workspace is not None else q
-    lse = workspace.lse if workspace is not None else q
-    paged_attention_kernel[(num_requests, num_kv_heads * tiles_m, num_splits)](
+    part = q if workspace is None else workspace.partial
+    lse = q if workspace is None else workspace.lse
+    paged_attention_kernel[grid](
         q,
         k_buffer,
         v_buffer,
@@ -102,31 +141,32 @@ def paged_attention(
         query_start_loc,
         q.stride(0),
         q.stride(1),
-        k_buffer.stride(0),
         k_buffer.stride(1),
-        v_buffer.stride(0),
         v_buffer.stride(1),
         out.stride(0),
         out.stride(1),
         req_to_token.stride(0),
-        num_rows,
-        num_heads,
-        tiles_m,
+        num_kv_heads,
         scaling * _LOG2_E,
         sliding_window,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
-        BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
-        SPLIT=SPLIT_TOKENS if workspace is not None else 0,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        STRIDE_K=k_buffer.stride(0),
+        STRIDE_V=v_buffer.stride(0),
+        PAGE=page_size,
+        MAX_SPLITS=0 if workspace is None else rule.max_splits,
+        SPLIT_MIN=rule.min_tokens,
+        SPLIT_STEP=rule.step_tokens,
         IS_CAUSAL=is_causal,
         HAS_WINDOW=sliding_window > 0,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     if workspace is not None:
-        combine_splits_kernel[(num_requests * max_query_len, num_heads)](
+        combine_splits_kernel[(rows.shape[0] * max_query_len, num_heads)](
             part,
             lse,
             out,
@@ -135,11 +175,13 @@ def paged_attention(
             query_start_loc,
             out.stride(0),
             out.stride(1),
-            num_rows,
             num_heads,
             max_query_len,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
-            SPLIT=SPLIT_TOKENS,
+            BLOCK_S=min(COMBINE_SPLITS, rule.max_splits),
+            MAX_SPLITS=rule.max_splits,
+            SPLIT_MIN=rule.min_tokens,
+            SPLIT_STEP=rule.step_tokens,
         )
     return out

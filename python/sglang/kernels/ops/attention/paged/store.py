@@ -1,0 +1,125 @@
+"""Writing a call's keys and values into the paged pool, alone or with norm and rotation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglang.kernels import triton_support
+
+if triton_support.AVAILABLE:
+    from sglang.kernels.ops.attention.paged.store_kernel import (
+        norm_rope_store_kernel,
+        store_kv_kernel,
+    )
+
+
+@dataclass(frozen=True)
+class NormRope:
+    """RMSNorm per head and the rotation after it.
+
+    q_weight, k_weight [d]; ``unit_offset`` scales by 1 + weight. cos, sin [positions, r / 2] fp32,
+    contiguous: dims j and j + r / 2 turn together.
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    cos: Tensor
+    sin: Tensor
+    eps: float
+    unit_offset: bool
+
+
+def store_kv(k: Tensor, v: Tensor, slots: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> None:
+    """Write rows k, v [T, Nkv, d] to ``slots`` [T] of k_buffer, v_buffer [num_slots, Nkv, d].
+
+    Last dims are contiguous, other strides free. Values are cast to the buffers' dtype with scale 1;
+    a value beyond fp8's range becomes its largest. A slot below 0: nothing is written.
+    """
+    num_rows, num_heads, head_dim = k.shape
+    if not num_rows:
+        return
+    block = _block(head_dim)
+    store_kv_kernel[(num_rows, num_heads)](
+        k,
+        v,
+        slots,
+        k_buffer,
+        v_buffer,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        k_buffer.stride(0),
+        v_buffer.stride(0),
+        k_buffer.stride(1),
+        v_buffer.stride(1),
+        HEAD_DIM=head_dim,
+        BLOCK_D=block,
+        num_warps=max(1, block // 256),
+    )
+
+
+def norm_rope_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norm: NormRope,
+    *,
+    positions: Tensor,
+    slots: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+) -> Tensor:
+    """Norm and rotate q [T, N, d] and k [T, Nkv, d] at ``positions`` [T]; write k and v to ``slots`` [T].
+
+    The result of ``norm_rope`` on q and on k, each rounded to its dtype, and of ``store_kv`` after it,
+    in one launch. Returns: q normed and rotated, [T, N, d] contiguous; rows of a slot below 0 are undefined.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if not num_rows:
+        return out
+    block = _block(head_dim)
+    norm_rope_store_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
+        q,
+        k,
+        v,
+        norm.q_weight,
+        norm.k_weight,
+        norm.cos,
+        norm.sin,
+        positions,
+        slots,
+        out,
+        k_buffer,
+        v_buffer,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        out.stride(0),
+        out.stride(1),
+        k_buffer.stride(0),
+        v_buffer.stride(0),
+        k_buffer.stride(1),
+        v_buffer.stride(1),
+        num_heads,
+        num_kv_heads,
+        norm.cos.shape[1],
+        norm.eps,
+        UNIT_OFFSET=norm.unit_offset,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block,
+        num_warps=max(1, block // 256),
+    )
+    return out
+
+
+def _block(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
