@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sglang.srt.arg_groups.pipeline import run_resolution_pipeline
 from sglang.srt.managers.io_struct import (
+    AbortReq,
     BatchTokenIDOutput,
     FromScheduler,
     TokenizedGenerateReqInput,
@@ -76,6 +77,9 @@ class InProcessEngine:
             )
         )
         return rid
+
+    def abort(self, rid: str) -> None:
+        self.scheduler.handle(AbortReq(rid=rid))
 
     def run(self, max_steps: int = 100_000) -> None:
         """Step until nothing is left; the pools must add up then."""
