@@ -45,8 +45,8 @@ def fake_quantize(x: Tensor) -> Tensor:
     return dequantize_activations(*quantize_activations_reference(x))
 
 
-def quantized_experts_reference(
-    x: Tensor,
+def rounded_experts_reference(
+    rounded: Tensor,
     weights: Tensor,
     chosen: Tensor,
     gate_up: Tensor,
@@ -54,12 +54,11 @@ def quantized_experts_reference(
     *,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Weighted sum of gated MLPs, fp32, inputs of both products rounded to FP8 and results to ``dtype``.
+    """Weighted sum of gated MLPs, fp32, with the kernels' roundings: inputs to FP8, results to ``dtype``.
 
-    As ``experts_reference``; gate_up and down are dequantised weights.
+    As ``experts_reference``; rows ``rounded`` are FP8 values already, gate_up and down dequantised weights.
     """
-    rounded = fake_quantize(x)
-    out = torch.zeros(x.shape[0], down.shape[1])
+    out = torch.zeros(rounded.shape[0], down.shape[1])
     for expert in chosen.unique().tolist():
         rows, ranks = torch.nonzero(chosen == expert, as_tuple=True)
         both = (rounded[rows] @ gate_up[expert].T).to(dtype).float()

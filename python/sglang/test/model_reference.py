@@ -8,23 +8,30 @@ logits by far more than any rounding. References therefore take the choices of t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from sglang.kernels.ops.moe.experts import run_experts
 from sglang.kernels.ops.moe.route import route
+from sglang.srt.layers import gpu_experts
 from sglang.srt.layers.fp8_linear import FP8Linear
 from sglang.srt.layers.gated_attention import GatedAttention
 from sglang.srt.layers.gated_delta_net import GatedDeltaNet
-from sglang.srt.layers.gpu_experts import GpuExperts
 from sglang.srt.layers.linear import Linear
 from sglang.srt.layers.mlp import DenseMLP
 from sglang.srt.layers.moe import SparseMoE
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.test.fp8_reference import fake_quantize, quantized_experts_reference
+from sglang.test.fp8_reference import (
+    dequantize_activations,
+    fake_quantize,
+    rounded_experts_reference,
+)
 from sglang.test.model_rig import ModelRig
 
 Routes = Mapping[str, Tensor]
@@ -33,32 +40,40 @@ Routes = Mapping[str, Tensor]
 _OPTIONAL_KERNELS = ("fla", "causal_conv1d")
 
 
-class RouteLog:
-    """Records which experts every row of every call of ``model`` takes."""
+def _moe_names(rig: ModelRig) -> list[str]:
+    """Names of the mixtures in the order in which a call runs them."""
+    config = rig.config
+    return [f"layers.{i}.mlp" for i in range(config.num_hidden_layers) if config.is_moe_layer(i)]
 
-    def __init__(self, model: nn.Module) -> None:
-        self._calls: dict[str, list[Tensor]] = {}
-        for name, module in model.named_modules():
-            if isinstance(module, GpuExperts):
-                self._calls[name.removesuffix(".experts")] = []
-                module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
 
-    def _hook(self, name: str):
-        calls = self._calls[name.removesuffix(".experts")]
+class RouteLog(AbstractContextManager):
+    """Records which experts every row of every call of a GPU rig takes, inside a ``with`` block."""
 
-        def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            _, chosen = route(args[1], kwargs["top_k"], renormalise=kwargs["renormalise"])
-            calls.append(chosen.cpu().long())
+    def __init__(self, rig: ModelRig) -> None:
+        self._names = _moe_names(rig)
+        self._chosen: list[Tensor] = []
+        self._patch = mock.patch.object(gpu_experts, "route", self._route)
 
-        return record
+    def _route(self, *args: object, **options: object) -> tuple[Tensor, Tensor]:
+        weights, chosen = route(*args, **options)
+        self._chosen.append(chosen.cpu().long())
+        return weights, chosen
+
+    def __enter__(self) -> RouteLog:
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.stop()
 
     def take(self, rows: Sequence[slice]) -> dict[str, Tensor]:
-        """The recorded calls' choices, of call i the rows ``rows[i]``, joined; forgets the calls."""
+        """The choices by mixture: of call i the rows ``rows[i]``, joined. Forgets the calls."""
+        assert len(self._chosen) == len(rows) * len(self._names)
         taken = {}
-        for name, calls in self._calls.items():
-            parts = [chosen[own] for chosen, own in zip(calls, rows, strict=True)]
-            taken[name] = torch.cat(parts)
-            calls.clear()
+        for layer, name in enumerate(self._names):
+            calls = self._chosen[layer :: len(self._names)]
+            taken[name] = torch.cat([call[own] for call, own in zip(calls, rows, strict=True)])
+        self._chosen.clear()
         return taken
 
 
@@ -192,38 +207,74 @@ class _RoutedReference(nn.Module):
         self.regret.note(probs, self.chosen)
         weights = _weights(probs, self.chosen, renormalise=moe.norm_topk_prob)
         experts = moe.experts
-        routed = quantized_experts_reference(
-            x, weights, self.chosen, experts.gate_up, experts.down, dtype=x.dtype
+        routed = rounded_experts_reference(
+            fake_quantize(x), weights, self.chosen, experts.gate_up, experts.down, dtype=x.dtype
         )
         return routed + torch.sigmoid(moe.shared_expert_gate(x)) * moe.shared_expert(x)
 
 
-@dataclass
-class MapLog:
-    """Inputs and outputs of every FP8 map of a model's last call, for comparing map by map."""
+@dataclass(frozen=True)
+class _MixtureCall:
+    """What one mixture's products were given and gave."""
 
-    model: nn.Module
-    linears: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    experts: dict[str, tuple[tuple, dict, Tensor]] = field(default_factory=dict)
+    rows: Tensor
+    weights: Tensor
+    chosen: Tensor
+    shared: Tensor | None
+    gate: Tensor
+    out: Tensor
+    dtype: torch.dtype
 
-    def __post_init__(self) -> None:
-        for name, module in self.model.named_modules():
+
+def _rounded(x: Any) -> Tensor:
+    """Rows as an FP8 product reads them, fp32 on the CPU; x is plain or quantised already."""
+    if isinstance(x, Tensor):
+        return fake_quantize(x.cpu())
+    return dequantize_activations(x.values.cpu(), x.scale.cpu())
+
+
+class MapLog(AbstractContextManager):
+    """Inputs and outputs of every FP8 map of a GPU rig's last call, recorded inside a ``with`` block.
+
+    Each map is compared by itself, with the very inputs it had, so nothing adds up over layers.
+    """
+
+    def __init__(self, rig: ModelRig) -> None:
+        self._names = _moe_names(rig)
+        self.linears: dict[str, tuple[Tensor, Tensor]] = {}
+        self.mixtures: list[_MixtureCall] = []
+        self._patch = mock.patch.object(gpu_experts, "run_experts", self._run_experts)
+        for name, module in rig.model.named_modules():
             if isinstance(module, FP8Linear):
-                module.register_forward_hook(self._linear(name))
-            elif isinstance(module, GpuExperts):
-                module.register_forward_hook(self._experts(name), with_kwargs=True)
+                module.register_forward_hook(self._hook(name))
 
-    def _linear(self, name: str):
+    def __enter__(self) -> MapLog:
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.stop()
+
+    def _hook(self, name: str) -> Callable:
         def record(module: nn.Module, args: tuple, output: Tensor) -> None:
-            self.linears[name] = (args[0].clone(), output.clone())
+            self.linears[name] = (_rounded(args[0]), output.cpu())
 
         return record
 
-    def _experts(self, name: str):
-        def record(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
-            self.experts[name] = (tuple(x.clone() for x in args), dict(kwargs), output.clone())
-
-        return record
+    def _run_experts(self, x: Any, weights: Tensor, chosen: Tensor, *args: Any, **options: Any):
+        out = run_experts(x, weights, chosen, *args, **options)
+        shared = options["shared"]
+        call = _MixtureCall(
+            rows=_rounded(x),
+            weights=weights.cpu().float(),
+            chosen=chosen.cpu().long(),
+            shared=None if shared is None else shared.cpu().float(),
+            gate=options["shared_gate"].cpu().float(),
+            out=out.cpu(),
+            dtype=x.dtype,
+        )
+        self.mixtures.append(call)
+        return out
 
     def errors(self, plain: nn.Module) -> dict[str, float]:
         """Relative error of each map against fp32 products of the same rounded inputs.
@@ -231,30 +282,33 @@ class MapLog:
         ``plain`` is the same checkpoint on the CPU, dequantised by the loader.
         """
         found = {}
-        for name, (x, out) in self.linears.items():
+        for name, (rows, out) in self.linears.items():
             linear = plain.get_submodule(name.removesuffix(".quantized"))
-            want = fake_quantize(x.cpu()) @ linear.weight[: out.shape[1]].T
+            want = rows @ linear.weight[: out.shape[1]].T
             if linear.bias is not None:
                 want += linear.bias[: out.shape[1]]
             found[name] = relative_error(out, want)
-        for name, (args, options, out) in self.experts.items():
-            found[name] = relative_error(
-                out, self._mixture(plain.get_submodule(name), args, options)
-            )
+        for name, call in zip(self._names, self.mixtures, strict=True):
+            found[name] = relative_error(call.out, _mixture(plain.get_submodule(name), call))
         return found
 
-    @staticmethod
-    def _mixture(experts: nn.Module, args: tuple, options: dict) -> Tensor:
-        x, logits = args
-        _, chosen = route(logits, options["top_k"], renormalise=options["renormalise"])
-        chosen = chosen.cpu().long()
-        probs = torch.softmax(logits.cpu().float(), dim=-1)
-        weights = _weights(probs, chosen, renormalise=options["renormalise"])
-        routed = quantized_experts_reference(
-            x.cpu(), weights, chosen, experts.gate_up, experts.down, dtype=x.dtype
+
+def _mixture(moe: nn.Module, call: _MixtureCall) -> Tensor:
+    """A shared expert that the call did not get as ``shared`` is computed with the routed ones."""
+    assert isinstance(moe, SparseMoE)
+    experts, shared = moe.experts, call.shared
+    weights = (call.weights, call.chosen)
+    out = rounded_experts_reference(
+        call.rows, *weights, experts.gate_up, experts.down, dtype=call.dtype
+    )
+    if shared is None:
+        one = torch.ones(len(out), 1)
+        mlp = moe.shared_expert
+        own = (mlp.gate_up.weight[None], mlp.down.weight[None])
+        shared = rounded_experts_reference(
+            call.rows, one, torch.zeros_like(one).long(), *own, dtype=call.dtype
         )
-        gate = torch.sigmoid(options["shared_gate"].cpu().float())
-        return routed + gate * options["shared"].cpu().float()
+    return out + torch.sigmoid(call.gate) * shared
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
