@@ -15,7 +15,12 @@ from torch import Tensor
 
 from sglang.srt.managers.schedule_batch import DecodePlan, Req, StepResult
 from sglang.srt.managers.step_output import edit_verify_logits, output_logprobs, unedited
-from sglang.srt.model_executor.cuda_graph_runner import GraphedCall, GraphSizes, capture_all
+from sglang.srt.model_executor.cuda_graph_runner import (
+    GraphedCall,
+    GraphSizes,
+    Outputs,
+    capture_all,
+)
 from sglang.srt.model_executor.decode_rows import (
     FROM_DEVICE,
     NOBODY,
@@ -39,7 +44,7 @@ _NUM_STAGES = 4
 
 @dataclass
 class _Forward:
-    """What *forward* leaves for the choice of tokens and for *commit*."""
+    """What *forward* leaves for *commit*."""
 
     rows: DecodeRows
     candidates: Tensor
@@ -63,14 +68,18 @@ class _SizedStep:
         self.forward = GraphedCall(self._forward)
         self.commit = GraphedCall(self._commit)
 
-    def _forward(self) -> _Forward:
+    def _forward(self) -> Outputs:
         self._current = self._decode.forward(self._size)
-        return self._current
+        return self._current.candidates, self._current.output.logits
 
-    def _commit(self) -> Tensor:
+    def _commit(self) -> Outputs:
         if self._current is None:
             raise RuntimeError("a step was committed before it ran")
-        return self._decode.commit(self._current, self.correct, self.targets)
+        return (self._decode.commit(self._current, self.correct, self.targets),)
+
+    def forget(self) -> None:
+        """Both calls are captured: nobody reads what was between them any more."""
+        self._current = None
 
 
 class DeviceStep:
@@ -177,7 +186,7 @@ class DeviceDecode:
         """Capture every size; the bytes it took. Requests must not run yet."""
         for size in self._sizes.sizes:
             self._inputs.fill(size, [], [], [], [])
-        return capture_all(self._sizes, self._calls_of)
+        return capture_all(self._sizes, self._calls_of, lambda size: self._step(size).forget())
 
     def _calls_of(self, size: int) -> tuple[GraphedCall, GraphedCall]:
         step = self._step(size)
@@ -201,10 +210,9 @@ class DeviceDecode:
             plan.track_slots,
         )
         step = self._step(padded)
-        forward = step.forward()
-        logits = forward.output.logits[: count * width]
+        candidates, logits = step.forward()
+        candidates, logits = candidates[:count], logits[: count * width]
         raw = unedited(reqs, logits)
-        candidates = forward.candidates[:count]
         proposal = Proposal(tokens=candidates[:, 1:])
         edit_verify_logits(reqs, logits, proposal)
         verdict = self._accept_rule.accept(
@@ -220,7 +228,7 @@ class DeviceDecode:
             step.correct.fill_(NOBODY)
         step.correct[:count].copy_(verdict.correct)
         step.targets[:count].copy_(verdict.targets)
-        packed = step.commit()
+        (packed,) = step.commit()
         self._turn = (self._turn + 1) % _NUM_STAGES
         table = self._results[self._turn][:count]
         table.copy_(packed[:count], non_blocking=True)

@@ -6,39 +6,64 @@ import bisect
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Outputs = tuple[Tensor, ...]
+_TYPESTR = {torch.int64: "<i8", torch.float32: "<f4"}
 
 
-@dataclass
-class GraphedCall(Generic[T]):
-    """A function of nothing but fixed tensors, and the graph of it once captured.
+class GraphedCall:
+    """A function of nothing but fixed tensors, and the graph of it once captured."""
 
-    ``result`` holds the tensors that every replay writes again, so they must outlive it.
-    """
+    def __init__(self, function: Callable[[], Outputs]) -> None:
+        self._function = function
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._outputs: Outputs = ()
 
-    function: Callable[[], T]
-    graph: torch.cuda.CUDAGraph | None = None
-    result: T | None = field(default=None, repr=False)
-
-    def __call__(self) -> T:
-        if self.graph is None or self.result is None:
-            return self.function()
-        self.graph.replay()
-        return self.result
+    def __call__(self) -> Outputs:
+        """Run or replay. Outputs of a replay are valid until the next replay of any graph."""
+        if self._graph is None:
+            return self._function()
+        self._graph.replay()
+        return self._outputs
 
     def capture(self, pool: tuple[int, int]) -> None:
         """Record the function; its memory comes from ``pool``."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            self.result = self.function()
-        self.graph = graph
+            self._outputs = self._function()
+        self._graph = graph
+
+    def let_go(self) -> None:
+        """Give the outputs' memory back to the pool, so that graphs captured later write there too."""
+        self._outputs = tuple(unowned(tensor) for tensor in self._outputs)
+
+
+class _Memory:
+    """Device memory that somebody else keeps, as other libraries describe it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": _TYPESTR[tensor.dtype],
+            "data": (tensor.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """A contiguous int64 or fp32 tensor at the same address that does not keep its memory alive."""
+    if not tensor.is_contiguous() or tensor.dtype not in _TYPESTR:
+        raise ValueError(
+            f"outputs of a graph must be contiguous int64 or float32, got {tensor.dtype} with "
+            f"strides {tensor.stride()}"
+        )
+    return torch.as_tensor(_Memory(tensor), device=tensor.device)
 
 
 class GraphSizes:
@@ -56,17 +81,19 @@ class GraphSizes:
 def capture_all(
     sizes: GraphSizes,
     calls_of: Callable[[int], Sequence[GraphedCall]],
+    captured: Callable[[int], None],
 ) -> int:
     """Capture the calls of every size into one memory pool, the largest first, so that smaller ones
     reuse its memory. Returns the bytes that the graphs hold.
 
     Each size first runs once as it is: kernels compile then, which a capture does not allow. The
-    caller's inputs must be padding, so that nothing happens.
+    caller's inputs must be padding, so that nothing happens. ``captured`` is told of each size once
+    nothing but its outputs' addresses will be needed.
     """
     began, before = time.monotonic(), _reserved()
     pool = torch.cuda.graph_pool_handle()
     side = torch.cuda.Stream()
-    for size in reversed(sizes.sizes):
+    for done, size in enumerate(reversed(sizes.sizes)):
         calls = calls_of(size)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -76,7 +103,11 @@ def capture_all(
         torch.cuda.synchronize()
         for call in calls:
             call.capture(pool)
-        logger.info("captured CUDA graphs for %d requests", size)
+        for call in calls:
+            call.let_go()
+        captured(size)
+        if time.monotonic() - began > 5.0:
+            logger.info("capturing CUDA graphs: %d of %d sizes", done + 1, len(sizes.sizes))
     used = _reserved() - before
     logger.info(
         "captured CUDA graphs of %d batch sizes in %.1f s, %.2f GB",
@@ -89,4 +120,5 @@ def capture_all(
 
 def _reserved() -> int:
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
