@@ -28,7 +28,7 @@ class KernelFields:
     )
     cuda_graph_bs: list[int] | None = flag(
         None,
-        "Batch sizes for which graphs are captured.",
+        "Batch sizes for which graphs are captured; steps are padded to them, with graphs or without.",
         minimum=1,
         metavar="N",
         auto="a few up to --cuda-graph-max-bs",
