@@ -18,8 +18,10 @@ def compile_for_hopper(
     constants: dict[str, Any],
     num_warps: int = 4,
     num_stages: int = 3,
+    aligned: tuple[str, ...] = (),
 ) -> str:
-    """PTX for sm_90 of ``kernel``; arguments that are neither named are int32, pointers and strides aligned.
+    """PTX for sm_90 of ``kernel``; arguments that are neither named are int32; pointers, strides and
+    ``aligned`` are multiples of 16. A tensor descriptor is a pointer of type ``tensordesc<type[shape]>``.
 
     Raises: triton's error if it does not compile or needs more shared memory than the chip has.
     """
@@ -27,11 +29,13 @@ def compile_for_hopper(
     signature = {
         name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names
     }
-    aligned = {name for name in names if name.startswith("stride") or name in pointers}
+    wide = {name for name in names if name.startswith("stride") or name in (*pointers, *aligned)}
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if name in aligned and signature[name] != "fp32"
+        if name in wide
+        and signature[name] != "fp32"
+        and not signature[name].startswith("tensordesc")
     }
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attrs),

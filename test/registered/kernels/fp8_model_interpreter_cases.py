@@ -9,21 +9,12 @@ from sglang.kernels import triton_support
 from sglang.srt.layers.fp8_linear import FP8Linear, PartlyFP8Linear
 from sglang.srt.layers.gpu_experts import GpuExperts
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.test.fp8_reference import quantize_activations_reference
 from sglang.test.make_checkpoint import make_checkpoint
 from sglang.test.model_rig import ModelRig, random_tokens
 
 ARCHITECTURES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 # FP8 rounds activations to 3 bits of mantissa at every linear map.
 RELATIVE_ERROR = {"fp32": 1e-4, "fp8": 0.12}
-
-
-@pytest.fixture(autouse=True)
-def exact_cast(monkeypatch):
-    """The interpreter's own cast to e4m3 drops carries; the kernel's is tested by itself."""
-    for module in ("quantization.fp8", "moe.experts"):
-        name = f"sglang.kernels.ops.{module}.quantize_activations"
-        monkeypatch.setattr(name, quantize_activations_reference)
 
 
 def run(path: str) -> tuple[torch.Tensor, ModelRig]:

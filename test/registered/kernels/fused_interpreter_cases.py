@@ -10,11 +10,17 @@ from sglang.kernels import triton_support
 from sglang.kernels.ops.fused.rows import (
     add_rms_norm,
     gated_rms_norm,
+    gated_rms_norm_quantized,
     norm_rope,
+    norm_rows,
     rms_norm,
     sigmoid_mul,
+    sigmoid_mul_quantized,
     silu_mul,
+    silu_mul_quantized,
 )
+from sglang.kernels.ops.quantization.fp8 import quantize
+from sglang.kernels.ops.quantization.rows import QuantizedRows
 
 DEVICE = torch.device("cpu" if triton_support.INTERPRETING else "cuda")
 EPS = 1e-6
@@ -96,7 +102,64 @@ def test_gates(dtype):
     torch.testing.assert_close(sigmoid_mul(x, gate), want, **CLOSE[dtype])
 
 
+def assert_same_rows(got: QuantizedRows, unfused: torch.Tensor) -> None:
+    """``got`` has the bits of quantising ``unfused``, and not those of its neighbour's rows."""
+    want = quantize(unfused.reshape(unfused.shape[0], -1))
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
+    assert torch.equal(got.scale, want.scale)
+    assert not torch.equal(got.scale, want.scale.roll(1, 0))
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [128, 200, 1100])
+@pytest.mark.parametrize("with_delta", [True, False])
+def test_norm_quantised_at_once_is_the_norm_quantised_later(dtype, size, with_delta):
+    """fp32 rows quantised before they are rounded, a last group that counts what lies beyond it."""
+    x, weight = draw(5, size + 24, dtype=dtype)[:, :size], draw(size, seed=1)
+    delta = draw(5, size, seed=2, dtype=dtype) if with_delta else None
+    unfused, total = rms_norm(x, weight, EPS, unit_offset=True), x
+    if delta is not None:
+        unfused, total = add_rms_norm(x, delta, weight, EPS, unit_offset=True)
+    for plain in (True, False):
+        rows, got = norm_rows(x, delta, weight, EPS, unit_offset=True, plain=plain)
+        assert rows.quantized is not None
+        assert_same_rows(rows.quantized, unfused)
+        assert torch.equal(got, total)
+        assert torch.equal(rows.as_plain(), unfused) if plain else rows.plain is None
+        assert rows.best() is rows.quantized
+    with pytest.raises(ValueError, match="lack PLAIN"):
+        rows.as_plain()
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "size"), [(3, 128), (2, 40), (5, 256)])
+def test_gates_quantised_at_once_are_the_gates_quantised_later(dtype, heads, size):
+    """A group across two heads, heads of another row, rounding after quantising."""
+    o, weight = draw(7, heads, size, dtype=dtype), draw(size, seed=1)
+    z = draw(7, 8 + heads * size, seed=2, dtype=dtype)[:, 8:].view(7, heads, size)
+    got = gated_rms_norm_quantized(o, z, weight, EPS, activation="silu")
+    assert_same_rows(got, gated_rms_norm(o, z, weight, EPS, activation="silu"))
+    assert_same_rows(sigmoid_mul_quantized(o, z), sigmoid_mul(o, z))
+    both = draw(7, 2 * heads * size, seed=3, dtype=dtype)
+    assert_same_rows(silu_mul_quantized(both), silu_mul(both))
+
+
+def test_rows_that_hold_nan_leave_the_others_alone():
+    """Padding of a captured step is whatever memory held."""
+    x, weight = draw(4, 256, dtype=torch.bfloat16), draw(256, seed=1)
+    clean, _ = norm_rows(x, x, weight, EPS, unit_offset=True, plain=True)
+    x[2] = float("nan")
+    dirty, _ = norm_rows(x, x, weight, EPS, unit_offset=True, plain=True)
+    assert clean.quantized is not None and dirty.quantized is not None
+    for row in (0, 1, 3):
+        for name in ("values", "scale"):
+            one, other = (getattr(r.quantized, name)[row] for r in (clean, dirty))
+            assert torch.equal(one.float(), other.float())
+    assert not torch.equal(clean.as_plain()[2], dirty.as_plain()[2])
+
+
 def test_no_rows():
     empty = draw(0, 16)
     assert rms_norm(empty, draw(16), EPS, unit_offset=True).shape == (0, 16)
-    assert silu_mul(empty).shape == (0, 8)
+    assert silu_mul(empty).shape == (0, 8) and silu_mul_quantized(empty).shape == (0, 8)

@@ -30,27 +30,34 @@ def test_product_compiles_for_hopper_into_fp8_instructions():
     from sglang.kernels.ops.quantization.fp8_kernels import block_scaled_gemm_kernel
     from sglang.test.compile_kernels import compile_for_hopper
 
-    for rows, columns in ((4, 2048), (100, 12288), (8192, 12288)):
-        tile = launch.dense_tile(rows, columns)
+    tiles = [launch.dense_tile(*shape) for shape in ((4, 2048), (100, 12288), (8192, 12288))]
+    tiles.append(launch.GemmTile(128, 256, 8, 3, parts=2, descriptors=True, scales_ahead=True))
+    for tile in set(tiles):
+        part = tile.block_n // tile.parts
+        kinds = [
+            f"tensordesc<fp8e4nv[{rows}, 128]>" if tile.descriptors else "*fp8e4nv"
+            for rows in (tile.block_m, part)
+        ]
         ptx = compile_for_hopper(
             block_scaled_gemm_kernel,
-            pointers={
-                "p_x": "*fp8e4nv",
-                "p_w": "*fp8e4nv",
-                "p_x_scale": "*fp32",
-                "p_w_scale": "*fp32",
-                "p_out": "*bf16",
-            },
+            pointers=dict(zip(("x", "w"), kinds, strict=True))
+            | {"p_x_scale": "*fp32", "p_w_scale": "*fp32", "p_out": "*bf16"},
             constants={
                 "BLOCK_M": tile.block_m,
-                "BLOCK_N": tile.block_n,
+                "BLOCK_N": part,
+                "PARTS": tile.parts,
                 "GROUP": 128,
+                "GROUP_M": tile.group_m,
                 "EVEN_K": True,
+                "DESCRIPTORS": tile.descriptors,
+                "WEIGHTS_FIRST": tile.weights_first,
+                "SCALE_STAGES": tile.num_stages if tile.scales_ahead else None,
             },
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
         assert "wgmma.mma_async" in ptx and ".e4m3.e4m3" in ptx
+        assert ("cp.async.bulk.tensor" in ptx) == tile.descriptors
 
 
 def test_quantiser_compiles_for_hopper_with_wide_accesses():
@@ -68,7 +75,7 @@ def test_quantiser_compiles_for_hopper_with_wide_accesses():
             "p_scale": "*fp32",
             "num_columns": "i32",
         },
-        constants={"FP8_MAX": 448.0, "GROUP": 128, "BLOCK_G": launch.QUANTIZE_GROUPS},
+        constants={"GROUP": 128, "BLOCK_G": launch.QUANTIZE_GROUPS},
         num_warps=launch.QUANTIZE_WARPS,
     )
     assert "ld.global.v4" in ptx and "cvt.rn.satfinite.e4m3x2.f32" in ptx

@@ -28,18 +28,47 @@ def test_kernels_compile_for_hopper():
     from sglang.kernels.ops.fused import row_kernels
     from sglang.test.compile_kernels import compile_for_hopper
 
-    bf16 = dict.fromkeys(("p_x", "p_delta", "p_sum", "p_out", "p_o", "p_z"), "*bf16")
-    fp32 = dict.fromkeys(("p_weight", "p_cos", "p_sin"), "*fp32")
-    types = bf16 | fp32 | {"p_positions": "*i64", "eps": "fp32"}
-    cases = (
-        (row_kernels.rms_norm_kernel, {"UNIT_OFFSET": True, "HAS_DELTA": True, "BLOCK": 2048}, 8),
-        (row_kernels.gated_norm_kernel, {"SILU": True, "BLOCK": 128}, 1),
-        (row_kernels.norm_rope_kernel, {"UNIT_OFFSET": True, "BLOCK": 256}, 1),
+    ptx = compile_for_hopper(
+        row_kernels.norm_rope_kernel,
+        pointers=dict.fromkeys(("p_x", "p_out"), "*bf16")
+        | dict.fromkeys(("p_weight", "p_cos", "p_sin"), "*fp32")
+        | {"p_positions": "*i64", "eps": "fp32"},
+        constants={"UNIT_OFFSET": True, "BLOCK": 256},
+        num_warps=1,
     )
-    for kernel, constants, num_warps in cases:
-        own = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-        ptx = compile_for_hopper(kernel, pointers=own, constants=constants, num_warps=num_warps)
-        assert ".target sm_90" in ptx and ".entry" in ptx
+    assert ".target sm_90" in ptx and ".entry" in ptx
+
+
+@pytest.mark.parametrize("quantize", [True, False])
+@pytest.mark.parametrize("kernel", ["rms_norm", "rms_norm_wide", "gated_norm", "gate_mul"])
+def test_kernels_that_quantise_compile_for_hopper_into_one_layout(kernel, quantize):
+    """FP8 stores of 16 bytes a thread would move the tile into a layout whose sums add in another order,
+    and quantising in the norm would change the norm."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.fused import row_kernels
+    from sglang.test.compile_kernels import compile_for_hopper
+
+    norm = {"UNIT_OFFSET": True, "HAS_DELTA": True, "PLAIN": True, "GROUP": 128}
+    constants, num_warps = {
+        "rms_norm": (norm | {"BLOCK_G": 16}, 8),
+        "rms_norm_wide": (norm | {"BLOCK_G": 64}, 8),
+        "gated_norm": ({"SILU": True, "BLOCK_H": 16, "BLOCK": 128}, 4),
+        "gate_mul": ({"SILU": True, "BLOCK_G": 16, "GROUP": 128}, 4),
+    }[kernel]
+    function = row_kernels.__dict__[f"{kernel.removesuffix('_wide')}_kernel"]
+    types = dict.fromkeys(("p_x", "p_delta", "p_sum", "p_out", "p_o", "p_z", "p_gate"), "*bf16")
+    types |= {"p_weight": "*fp32", "p_scale": "*fp32", "p_q": "*fp8e4nv", "eps": "fp32"}
+    if quantize and not kernel.startswith("rms"):
+        types["p_out"] = "*fp8e4nv"
+    ptx = compile_for_hopper(
+        function,
+        pointers={name: kind for name, kind in types.items() if name in function.arg_names},
+        constants=constants | {"QUANTIZE": quantize},
+        num_warps=num_warps,
+        aligned=("size",),
+    )
+    assert "ld.global.v4" in ptx
+    assert ("st.global.v2.b32" in ptx) == quantize, "8 FP8 results a thread, as many as bf16 inputs"
 
 
 if __name__ == "__main__":

@@ -23,24 +23,30 @@ def test_kernels_agree_with_the_reference_on_the_gpu():
     run_cases(__file__, "moe_interpreter_cases.py", TRITON_INTERPRET="0")
 
 
-@pytest.mark.parametrize("kind", ["fp8", "bf16", "fp32"])
+LARGE = {"parts": 2, "descriptors": True, "scales_ahead": True, "weights_first": False}
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16", "fp32", "large"])
 @pytest.mark.parametrize("rows", [100, 8192])
 def test_grouped_product_compiles_for_hopper(kind, rows):
     """A tile that does not fit the chip, or FP8 that is widened to 16 bits first."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from sglang.kernels.ops.moe.grouped_gemm_kernel import grouped_gemm_kernel
-    from sglang.kernels.ops.moe.launch import expert_tile
+    from sglang.kernels.ops.moe.launch import ExpertTile, expert_tiles
     from sglang.test.compile_kernels import compile_for_hopper
 
-    fp8 = kind == "fp8"
-    tile = expert_tile(rows, 4 if kind == "fp32" else 2)
+    fp8 = kind in ("fp8", "large")
+    tile = expert_tiles(rows, 4 if kind == "fp32" else 2, fp8=fp8).up
+    if kind == "large":
+        tile = ExpertTile(128, 256, 128, 8, 3, **LARGE)
+    part = tile.block_n // tile.parts
     element = "*fp8e4nv" if fp8 else f"*{kind}"
     scale = "*fp32" if fp8 else element
     ptx = compile_for_hopper(
         grouped_gemm_kernel,
         pointers={
             "p_x": element,
-            "p_w": element,
+            "w": f"tensordesc<fp8e4nv[{part}, 128]>" if tile.descriptors else element,
             "p_x_scale": scale,
             "p_w_scale": scale,
             "p_out": "*fp32" if kind == "fp32" else "*bf16",
@@ -48,13 +54,17 @@ def test_grouped_product_compiles_for_hopper(kind, rows):
             "p_tile_experts": "*i32",
         },
         constants={
-            "PAIRS_PER_ROW": 8,
+            "TOP_K": 8,
+            "X_BY_PAIR": rows == 100,
             "FP8": fp8,
             "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
+            "BLOCK_N": part,
             "BLOCK_K": 128 if fp8 else tile.block_k,
+            "PARTS": tile.parts,
             "EVEN_K": True,
+            "DESCRIPTORS": tile.descriptors,
             "WEIGHTS_FIRST": tile.weights_first,
+            "SCALE_STAGES": tile.num_stages if tile.scales_ahead else None,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -66,7 +76,7 @@ def test_grouped_product_compiles_for_hopper(kind, rows):
 
 def test_small_kernels_compile_for_hopper():
     pytest.importorskip("triton", reason="Triton is not installed")
-    from sglang.kernels.ops.moe import moe_kernels
+    from sglang.kernels.ops.moe import moe_kernels, sort, sort_kernels
     from sglang.test.compile_kernels import compile_for_hopper
 
     route = compile_for_hopper(
@@ -75,11 +85,16 @@ def test_small_kernels_compile_for_hopper():
         constants={"TOP_K": 8, "BLOCK_K": 8, "BLOCK_E": 256, "RENORMALISE": True},
         num_warps=1,
     )
-    place = compile_for_hopper(
-        moe_kernels.place_kernel,
-        pointers=dict.fromkeys(("p_chosen", "p_counts", "p_pairs", "p_tile_experts"), "*i32"),
-        constants={"BLOCK": 1024, "BLOCK_E": 256, "BLOCK_M": 16},
-    )
+    ints = dict.fromkeys(("p_chosen", "p_counts", "p_pairs", "p_tile_experts"), "*i32")
+    blocks = {"BLOCK": sort.BLOCK, "BLOCK_E": 256}
+    more = {"PART": sort.PART, "BLOCK_B": 16, "BLOCK_M": 16, "CHUNK": sort.CHUNK}
+    place = ""
+    for counted in (True, False):
+        place += compile_for_hopper(
+            sort_kernels.place_kernel,
+            pointers=ints,
+            constants=blocks | more | {"COUNTED": counted},
+        )
     combine = compile_for_hopper(
         moe_kernels.combine_kernel,
         pointers=dict.fromkeys(("p_parts", "p_weights", "p_shared", "p_gate", "p_out"), "*bf16")
@@ -87,7 +102,7 @@ def test_small_kernels_compile_for_hopper():
         constants={"TOP_K": 8, "HAS_SHARED": True, "BLOCK": 1024},
     )
     assert all(".target sm_90" in ptx for ptx in (route, place, combine))
-    assert "atom" not in place and "red.global" not in place, "placing must not depend on a race"
+    assert "atom.global" not in place and "red.global" not in place, "order must not be a race's"
 
 
 if __name__ == "__main__":

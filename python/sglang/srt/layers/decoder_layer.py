@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sglang.kernels import triton_support
+from sglang.kernels.ops.quantization.rows import NormedRows
 from sglang.srt.configs.model_config import FULL_ATTENTION, ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.fp8_linear import keeps_fp8
+from sglang.srt.layers.fp8_linear import FP8Linear, keeps_fp8
 from sglang.srt.layers.gated_attention import GatedAttention
 from sglang.srt.layers.gated_delta_net import GatedDeltaNet
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.gpu_experts import GpuSparseMoE
+from sglang.srt.layers.layernorm import RMSNorm, RowForm
 from sglang.srt.layers.mlp import DenseMLP
 from sglang.srt.layers.moe import SparseMoE
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
@@ -52,12 +55,30 @@ class DecoderLayer(nn.Module):
                 dtype=dtype,
             )
         self.mlp = make_mlp(config, layer_id, device=device, dtype=dtype)
+        self.mlp_reads = RowForm.PLAIN
+        if isinstance(self.mlp, GpuSparseMoE):
+            self.mlp_reads = self.mlp.reads
+        elif isinstance(self.mlp, DenseMLP) and isinstance(self.mlp.gate_up, FP8Linear):
+            self.mlp_reads = RowForm.QUANTIZED
 
     def forward(self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """[T, H] residual stream in and out."""
-        mixed = self.mixer(self.input_layernorm(x), fb, backend)
-        normed, x = self.post_attention_layernorm.after_add(x, mixed)
-        return x + self.mlp(normed)
+        x, delta = self.advance(x, None, fb, backend)
+        return x + delta
+
+    def advance(
+        self, x: Tensor, delta: Tensor | None, fb: ForwardBatch, backend: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        """``forward`` of x + delta as a pair of the same kind: the sum belongs to the norm that reads it."""
+        normed, x = self.input_layernorm.for_reader(x, delta, self.mixer.reads)
+        mixed = self.mixer(normed, fb, backend)
+        normed, x = self.post_attention_layernorm.for_reader(x, mixed, self.mlp_reads)
+        return x, self._feed_forward(normed)
+
+    def _feed_forward(self, normed: NormedRows) -> Tensor:
+        if isinstance(self.mlp, GpuSparseMoE):
+            return self.mlp(normed)
+        return self.mlp(normed.best())
 
 
 def make_mlp(
@@ -66,7 +87,7 @@ def make_mlp(
     *,
     device: torch.device,
     dtype: torch.dtype,
-) -> DenseMLP | SparseMoE:
+) -> DenseMLP | SparseMoE | GpuSparseMoE:
     if not config.is_moe_layer(layer_id):
         return DenseMLP(
             config.hidden_size,
@@ -75,7 +96,8 @@ def make_mlp(
             dtype=dtype,
             fp8=keeps_fp8(config, device),
         )
-    return SparseMoE(
+    on_gpu = triton_support.runs_on(torch.empty(0, device=device))
+    return (GpuSparseMoE if on_gpu else SparseMoE)(
         hidden_size=config.hidden_size,
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,

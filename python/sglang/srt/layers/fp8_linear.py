@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from sglang.kernels import triton_support
-from sglang.kernels.ops.quantization.fp8 import (
+from sglang.kernels.ops.quantization.fp8 import block_scaled_linear
+from sglang.kernels.ops.quantization.rows import (
     FP8_DTYPE,
     GROUP,
-    block_scaled_linear,
+    NormedRows,
+    QuantizedRows,
     num_groups,
 )
 from sglang.srt.configs.model_config import ModelConfig
@@ -30,7 +32,7 @@ def keeps_fp8(config: ModelConfig, device: torch.device) -> bool:
 
 
 class FP8Linear(nn.Module):
-    """``y = x W^T + bias`` in x's dtype; x is quantised per row and 128-wide group.
+    """``y = x W^T + bias`` in x's dtype; x is quantised per row and 128-wide group, if it is not yet.
 
     weight        [out, in] e4m3
     weight_scale  [ceil(out / 128), ceil(in / 128)] fp32; the weight is ``weight * weight_scale`` of its block
@@ -53,7 +55,7 @@ class FP8Linear(nn.Module):
             else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         """[T, in] -> [T, out]."""
         y = block_scaled_linear(x, self.weight, self.weight_scale)
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -75,14 +77,17 @@ class PartlyFP8Linear(nn.Module):
         self.quantized = FP8Linear(in_features, quantized_rows, device=device)
         self.plain = Linear(in_features, plain_rows, device=device, dtype=dtype)
 
-    def forward_parts(self, x: Tensor, rows: Sequence[int]) -> tuple[Tensor, ...]:
-        """[T, in] -> consecutive parts of ``rows`` output columns; a cut lies where the kinds meet."""
+    def forward_parts(self, x: NormedRows, rows: Sequence[int]) -> tuple[Tensor, ...]:
+        """[T, in] -> consecutive parts of ``rows`` output columns; a cut lies where the kinds meet.
+
+        Plain rows of ``x`` are needed; FP8 ones are made here if they are missing.
+        """
         total, count = 0, 0
         while total < self.quantized.out_features:
             total += rows[count]
             count += 1
-        first = self.quantized(x).split(list(rows[:count]), dim=-1)
-        return (*first, *self.plain(x).split(list(rows[count:]), dim=-1))
+        first = self.quantized(x.best()).split(list(rows[:count]), dim=-1)
+        return (*first, *self.plain(x.as_plain()).split(list(rows[count:]), dim=-1))
 
 
 def make_linear(

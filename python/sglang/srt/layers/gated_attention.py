@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from sglang.kernels import triton_support
-from sglang.kernels.ops.fused.rows import sigmoid_mul
+from sglang.kernels.ops.fused.rows import sigmoid_mul, sigmoid_mul_quantized
+from sglang.kernels.ops.quantization.rows import NormedRows
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.fp8_linear import keeps_fp8, make_linear
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.fp8_linear import FP8Linear, keeps_fp8, make_linear
+from sglang.srt.layers.layernorm import RMSNorm, RowForm
 from sglang.srt.layers.qk_norm_rope import norm_and_rotate
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
@@ -37,6 +38,7 @@ class GatedAttention(nn.Module):
         self.has_gate = config.attn_output_gate
         head_dim = config.head_dim
         fp8 = keeps_fp8(config, device)
+        self.reads = RowForm.QUANTIZED if fp8 else RowForm.PLAIN
         self.attn = RadixAttention(
             layer_id=layer_id,
             kv_layer=kv_layer,
@@ -68,10 +70,11 @@ class GatedAttention(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps, unit_offset=True, device=device)
         self.rotary = rotary
 
-    def forward(self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
+    def forward(self, x: NormedRows, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """[T, H] -> [T, H]; writes this call's keys and values."""
-        attn, num_rows = self.attn, x.shape[0]
-        q, k, v = self.qkv_proj(x).split((self.q_rows, self.kv_rows, self.kv_rows), dim=-1)
+        attn, projected = self.attn, self.qkv_proj(x.best())
+        num_rows = projected.shape[0]
+        q, k, v = projected.split((self.q_rows, self.kv_rows, self.kv_rows), dim=-1)
         gate = None
         q = q.view(num_rows, attn.num_heads, -1)
         if self.has_gate:
@@ -81,6 +84,8 @@ class GatedAttention(nn.Module):
         q = norm_and_rotate(q, self.q_norm, self.rotary, fb.positions)
         k = norm_and_rotate(k, self.k_norm, self.rotary, fb.positions)
         out = backend.forward(q, k, v, attn, fb)
+        if gate is not None and isinstance(self.o_proj, FP8Linear):
+            return self.o_proj(sigmoid_mul_quantized(out, gate))
         if gate is not None:
             gated = triton_support.runs_on(out)
             out = sigmoid_mul(out, gate) if gated else out * torch.sigmoid(gate)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sglang.kernels.ops.quantization.rows import NormedRows
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.fp8_linear import PartlyFP8Linear, keeps_fp8, make_linear
-from sglang.srt.layers.layernorm import GatedRMSNorm
+from sglang.srt.layers.fp8_linear import FP8Linear, PartlyFP8Linear, keeps_fp8, make_linear
+from sglang.srt.layers.layernorm import GatedRMSNorm, RowForm
 from sglang.srt.layers.linear import Linear
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -39,6 +40,7 @@ class GatedDeltaNet(nn.Module):
         heads = config.linear_num_value_heads
         self.in_rows = (config.conv_dim, config.value_dim, heads, heads)
         size, fp8 = config.hidden_size, keeps_fp8(config, device)
+        self.reads = RowForm.PLAIN | RowForm.QUANTIZED if fp8 else RowForm.PLAIN
         self.in_proj: Linear | PartlyFP8Linear
         if fp8:
             self.in_proj = PartlyFP8Linear(
@@ -64,10 +66,15 @@ class GatedDeltaNet(nn.Module):
             fp8=fp8,
         )
 
-    def forward(self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
+    def forward(self, x: NormedRows, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """[T, H] -> [T, H]; advances or records the recurrent state as ``fb`` asks."""
-        num_rows = x.shape[0]
-        mixed_qkv, z, b, a = self.in_proj.forward_parts(x, self.in_rows)
+        if isinstance(self.in_proj, PartlyFP8Linear):
+            parts = self.in_proj.forward_parts(x, self.in_rows)
+        else:
+            parts = self.in_proj.forward_parts(x.as_plain(), self.in_rows)
+        mixed_qkv, z, b, a = parts
+        z = z.view(z.shape[0], self.attn.num_v_heads, self.attn.head_v_dim)
         out = backend.forward_linear(mixed_qkv, a, b, self.attn, fb)
-        gated = self.norm(out, z.view(num_rows, self.attn.num_v_heads, self.attn.head_v_dim))
-        return self.out_proj(gated.reshape(num_rows, -1))
+        if isinstance(self.out_proj, FP8Linear):
+            return self.out_proj(self.norm.quantized(out, z))
+        return self.out_proj(self.norm(out, z).reshape(z.shape[0], -1))

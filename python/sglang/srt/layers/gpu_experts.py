@@ -1,4 +1,4 @@
-"""Routed experts on a GPU, in the activations' dtype or in block-scaled FP8."""
+"""Mixture of experts on a GPU, in the activations' dtype or in block-scaled FP8."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from torch import Tensor, nn
 
 from sglang.kernels.ops.moe.experts import run_experts
 from sglang.kernels.ops.moe.route import route
-from sglang.kernels.ops.quantization.fp8 import FP8_DTYPE, num_groups
+from sglang.kernels.ops.quantization.rows import FP8_DTYPE, NormedRows, num_groups
+from sglang.srt.layers.layernorm import RowForm
+from sglang.srt.layers.linear import Linear
+from sglang.srt.layers.mlp import DenseMLP
+
+_ROUTER_ROWS = 8
+"""The router's rows come in multiples: results of 257 columns would have rows that start unaligned."""
 
 
 class GpuExperts(nn.Module):
@@ -46,26 +52,66 @@ class GpuExperts(nn.Module):
         self.gate_up, self.down = made["gate_up"], made["down"]
         self.gate_up_scale, self.down_scale = made["gate_up_scale"], made["down_scale"]
 
-    def forward(
+
+class GpuSparseMoE(nn.Module):
+    """What ``SparseMoE`` computes, in six launches where the shared expert has the others' size.
+
+    router         rows: one an expert, then the shared expert's gate, then zeros
+    experts        the routed ones, then the shared one if ``shared_expert`` is None
+    shared_expert  a gated MLP of another size than the experts
+    """
+
+    def __init__(
         self,
-        x: Tensor,
-        logits: Tensor,
         *,
+        hidden_size: int,
+        num_experts: int,
         top_k: int,
-        renormalise: bool,
-        shared: Tensor,
-        shared_gate: Tensor,
-    ) -> Tensor:
-        """Routed sum plus ``sigmoid(shared_gate) * shared``; x, shared [T, H], logits [T, E], gate [T, 1]."""
-        weights, chosen = route(logits, top_k, renormalise=renormalise)
+        intermediate_size: int,
+        shared_intermediate_size: int,
+        norm_topk_prob: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        fp8: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.norm_topk_prob = norm_topk_prob
+        self.reads = RowForm.PLAIN | RowForm.QUANTIZED if fp8 else RowForm.PLAIN
+        router_rows = -(-(num_experts + 1) // _ROUTER_ROWS) * _ROUTER_ROWS
+        self.router = Linear(hidden_size, router_rows, device=device, dtype=dtype)
+        joins = shared_intermediate_size == intermediate_size
+        self.experts = GpuExperts(
+            num_experts + joins,
+            hidden_size,
+            intermediate_size,
+            device=device,
+            dtype=dtype,
+            fp8=fp8,
+        )
+        self.shared_expert: DenseMLP | None = None
+        if not joins:
+            self.shared_expert = DenseMLP(
+                hidden_size, shared_intermediate_size, device=device, dtype=dtype, fp8=fp8
+            )
+
+    def forward(self, x: NormedRows) -> Tensor:
+        """[T, H] -> [T, H]."""
+        scores = self.router(x.as_plain())
+        count = self.num_experts
+        logits, gate = scores[:, :count], scores[:, count : count + 1]
+        weights, chosen = route(logits, self.top_k, renormalise=self.norm_topk_prob)
+        experts, rows = self.experts, x.best()
         return run_experts(
-            x,
+            rows,
             weights,
             chosen,
-            self.gate_up,
-            self.down,
-            gate_up_scale=self.gate_up_scale,
-            down_scale=self.down_scale,
-            shared=shared,
-            shared_gate=shared_gate,
+            experts.gate_up,
+            experts.down,
+            gate_up_scale=experts.gate_up_scale,
+            down_scale=experts.down_scale,
+            shared=None if self.shared_expert is None else self.shared_expert(rows),
+            shared_gate=gate,
+            last_is_shared=self.shared_expert is None,
         )

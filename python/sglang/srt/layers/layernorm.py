@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from enum import Flag, auto
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sglang.kernels import triton_support
-from sglang.kernels.ops.fused.rows import add_rms_norm, gated_rms_norm, rms_norm
+from sglang.kernels.ops.fused.rows import (
+    add_rms_norm,
+    gated_rms_norm,
+    gated_rms_norm_quantized,
+    norm_rows,
+    rms_norm,
+)
+from sglang.kernels.ops.quantization.rows import NormedRows, QuantizedRows
+
+
+class RowForm(Flag):
+    """What a reader of normed rows takes; FP8 maps exist only where Triton serves the device."""
+
+    PLAIN = auto()
+    QUANTIZED = auto()
 
 
 class RMSNorm(nn.Module):
@@ -38,6 +54,24 @@ class RMSNorm(nn.Module):
         total = x + delta
         return self(total), total
 
+    def for_reader(
+        self, x: Tensor, delta: Tensor | None, wanted: RowForm
+    ) -> tuple[NormedRows, Tensor]:
+        """(norm(x + delta) in the forms ``wanted``, x + delta); ``delta`` None stands for zero."""
+        if RowForm.QUANTIZED in wanted:
+            return norm_rows(
+                x,
+                delta,
+                self.weight,
+                self.eps,
+                unit_offset=self.unit_offset,
+                plain=RowForm.PLAIN in wanted,
+            )
+        if delta is None:
+            return NormedRows(self(x), None), x
+        normed, total = self.after_add(x, delta)
+        return NormedRows(normed, None), total
+
 
 class GatedRMSNorm(nn.Module):
     """``rmsnorm(o) * weight * act(z)`` per value head; the norm comes before the gate.
@@ -58,3 +92,7 @@ class GatedRMSNorm(nn.Module):
         normed = o32 * torch.rsqrt(o32.square().mean(-1, keepdim=True) + self.eps) * self.weight
         gate = F.silu(z32) if self.activation == "silu" else torch.sigmoid(z32)
         return (normed * gate).to(z.dtype)
+
+    def quantized(self, o: Tensor, z: Tensor) -> QuantizedRows:
+        """The same as FP8 rows [T, HV * V]."""
+        return gated_rms_norm_quantized(o, z, self.weight, self.eps, activation=self.activation)

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sglang.kernels import triton_support
-from sglang.kernels.ops.fused.rows import silu_mul
-from sglang.srt.layers.fp8_linear import make_linear
+from sglang.kernels.ops.fused.rows import silu_mul, silu_mul_quantized
+from sglang.kernels.ops.quantization.rows import QuantizedRows
+from sglang.srt.layers.fp8_linear import FP8Linear, make_linear
 
 
 class DenseMLP(nn.Module):
@@ -40,9 +41,11 @@ class DenseMLP(nn.Module):
             fp8=fp8,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H]."""
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        """[T, H] -> [T, H]; FP8 rows only where the weights are FP8."""
         both = self.gate_up(x)
+        if isinstance(self.down, FP8Linear):
+            return self.down(silu_mul_quantized(both))
         if triton_support.runs_on(both):
             return self.down(silu_mul(both))
         gate, up = both.split(self.intermediate_size, dim=-1)

@@ -1,4 +1,4 @@
-"""Mixture of experts with softmax routing and one gated shared expert."""
+"""Mixture of experts with softmax routing and one gated shared expert, on the CPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sglang.kernels import triton_support
 from sglang.kernels.ops.cpu import gemm
-from sglang.srt.layers.gpu_experts import GpuExperts
 from sglang.srt.layers.linear import Linear, padded_rows, padded_storage, plain_linear
 from sglang.srt.layers.mlp import DenseMLP
 
@@ -102,36 +100,23 @@ class SparseMoE(nn.Module):
         dtype: torch.dtype,
         fp8: bool = False,
     ) -> None:
+        """Raises: ValueError for ``fp8``, which the CPU has no product for."""
         super().__init__()
+        if fp8:
+            raise ValueError(f"experts on {device} cannot stay FP8: load them dequantised")
         self.top_k = top_k
         self.norm_topk_prob = norm_topk_prob
         self.gate = Linear(hidden_size, num_experts, device=device, dtype=dtype)
-        sizes = (num_experts, hidden_size, intermediate_size)
-        self.experts: Experts | GpuExperts
-        if triton_support.runs_on(torch.empty(0, device=device)):
-            self.experts = GpuExperts(*sizes, device=device, dtype=dtype, fp8=fp8)
-        else:
-            self.experts = Experts(*sizes, device=device, dtype=dtype)
+        self.experts = Experts(
+            num_experts, hidden_size, intermediate_size, device=device, dtype=dtype
+        )
         self.shared_expert = DenseMLP(
-            hidden_size,
-            shared_intermediate_size,
-            device=device,
-            dtype=dtype,
-            fp8=fp8,
+            hidden_size, shared_intermediate_size, device=device, dtype=dtype
         )
         self.shared_expert_gate = Linear(hidden_size, 1, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        if isinstance(self.experts, GpuExperts):
-            return self.experts(
-                x,
-                self.gate(x),
-                top_k=self.top_k,
-                renormalise=self.norm_topk_prob,
-                shared=self.shared_expert(x),
-                shared_gate=self.shared_expert_gate(x),
-            )
         probs = torch.softmax(self.gate(x).float(), dim=-1)
         weights, chosen = torch.topk(probs, self.top_k, dim=-1)
         if self.norm_topk_prob:

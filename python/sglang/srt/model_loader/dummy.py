@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from sglang.kernels.ops.quantization.fp8 import FP8_DTYPE, FP8_MAX
+from sglang.kernels.ops.quantization.rows import FP8_DTYPE, FP8_MAX
 from sglang.srt.layers.layernorm import GatedRMSNorm, RMSNorm
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 

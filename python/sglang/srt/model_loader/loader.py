@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sglang.kernels.ops.quantization.fp8 import FP8_DTYPE
+from sglang.kernels.ops.quantization.rows import FP8_DTYPE
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization import QuantizationConfig
 from sglang.srt.model_loader.checkpoint_files import SafetensorsFile, tensor_files

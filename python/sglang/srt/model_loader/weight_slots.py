@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from sglang.kernels.ops.quantization.fp8 import GROUP
+from sglang.kernels.ops.quantization.rows import GROUP
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.decoder_layer import DecoderLayer
 from sglang.srt.layers.fp8_linear import FP8Linear, PartlyFP8Linear
 from sglang.srt.layers.gated_attention import GatedAttention
 from sglang.srt.layers.gated_delta_net import GatedDeltaNet
-from sglang.srt.layers.gpu_experts import GpuExperts
+from sglang.srt.layers.gpu_experts import GpuExperts, GpuSparseMoE
 from sglang.srt.layers.linear import Linear
 from sglang.srt.layers.mlp import DenseMLP
 from sglang.srt.layers.moe import SparseMoE
@@ -125,6 +125,8 @@ def _layer_slots(slots: WeightSlots, prefix: str, layer: DecoderLayer, config: M
         _gdn_slots(slots, f"{prefix}linear_attn.", layer.mixer, config)
     if isinstance(layer.mlp, DenseMLP):
         _mlp_slots(slots, f"{prefix}mlp.", layer.mlp)
+    elif isinstance(layer.mlp, GpuSparseMoE):
+        _gpu_moe_slots(slots, f"{prefix}mlp.", layer.mlp)
     else:
         _moe_slots(slots, f"{prefix}mlp.", layer.mlp)
 
@@ -209,38 +211,56 @@ def _moe_slots(slots: WeightSlots, prefix: str, moe: SparseMoE) -> None:
     slots.add(f"{prefix}gate.weight", moe.gate.weight)
     slots.add(f"{prefix}shared_expert_gate.weight", moe.shared_expert_gate.weight)
     _mlp_slots(slots, f"{prefix}shared_expert.", moe.shared_expert)
-    experts = moe.experts
-    if isinstance(experts, GpuExperts) and experts.gate_up_scale is not None:
-        _fp8_expert_slots(slots, f"{prefix}experts.", experts)
+    _expert_slots(slots, f"{prefix}experts.", moe.experts.gate_up, moe.experts.down)
+
+
+def _gpu_moe_slots(slots: WeightSlots, prefix: str, moe: GpuSparseMoE) -> None:
+    """The same names, where one map holds router and gate, and the shared expert may be an expert."""
+    count, experts = moe.num_experts, moe.experts
+    slots.add(f"{prefix}gate.weight", moe.router.weight[:count])
+    slots.add(f"{prefix}shared_expert_gate.weight", moe.router.weight[count : count + 1])
+    if moe.shared_expert is not None:
+        _mlp_slots(slots, f"{prefix}shared_expert.", moe.shared_expert)
+    else:
+        _one_expert_slots(slots, f"{prefix}shared_expert.", experts, count)
+    if experts.gate_up_scale is None:
+        gate_up, down = experts.gate_up[:count], experts.down[:count]
+        _expert_slots(slots, f"{prefix}experts.", gate_up, down)
         return
-    fused = (f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj")
-    slots.add(fused[0], experts.gate_up)
-    slots.add(fused[1], experts.down)
+    for e in range(count):
+        _one_expert_slots(slots, f"{prefix}experts.{e}.", experts, e)
+
+
+def _expert_slots(slots: WeightSlots, prefix: str, gate_up: Tensor, down: Tensor) -> None:
+    fused = (f"{prefix}gate_up_proj", f"{prefix}down_proj")
+    slots.add(fused[0], gate_up)
+    slots.add(fused[1], down)
     single = []
-    for e in range(experts.gate_up.shape[0]):
-        gate, up = experts.gate_up[e].split(experts.intermediate_size)
-        parts = (("gate_proj", gate), ("up_proj", up), ("down_proj", experts.down[e]))
+    for e in range(gate_up.shape[0]):
+        gate, up = gate_up[e].split(gate_up.shape[1] // 2)
+        parts = (("gate_proj", gate), ("up_proj", up), ("down_proj", down[e]))
         for name, dest in parts:
-            single.append(f"{prefix}experts.{e}.{name}.weight")
+            single.append(f"{prefix}{e}.{name}.weight")
             slots.add(single[-1], dest)
     slots.alternatives.append((frozenset(fused), frozenset(single)))
 
 
-def _fp8_expert_slots(slots: WeightSlots, prefix: str, experts: GpuExperts) -> None:
-    """Expert by expert, the only layout of FP8 packs.
+def _one_expert_slots(slots: WeightSlots, prefix: str, experts: GpuExperts, e: int) -> None:
+    """Expert ``e`` by itself, the only layout of FP8 packs, and its scales if it has any.
 
     Raises:
         ValueError: gate and up would share a scale block.
     """
     size = experts.intermediate_size
-    if size % GROUP:
-        raise ValueError(
-            f"{prefix}0.gate_proj.weight is FP8 with {size} rows; they must be a multiple of {GROUP}"
-        )
-    sides = (("weight", size), (f"weight{SCALE_SUFFIX}", size // GROUP))
-    tensors = ((experts.gate_up, experts.down), (experts.gate_up_scale, experts.down_scale))
-    for (suffix, rows), (gate_up, down) in zip(sides, tensors, strict=True):
-        for e in range(gate_up.shape[0]):
-            gate, up = gate_up[e].split(rows)
-            for name, dest in (("gate_proj", gate), ("up_proj", up), ("down_proj", down[e])):
-                slots.add(f"{prefix}{e}.{name}.{suffix}", dest)
+    sides = [("weight", size, experts.gate_up, experts.down)]
+    if experts.gate_up_scale is not None:
+        if size % GROUP:
+            raise ValueError(
+                f"{prefix}gate_proj.weight is FP8 with {size} rows; they must be a multiple of {GROUP}"
+            )
+        scales = (experts.gate_up_scale, experts.down_scale)
+        sides.append((f"weight{SCALE_SUFFIX}", size // GROUP, *scales))
+    for suffix, rows, gate_up, down in sides:
+        gate, up = gate_up[e].split(rows)
+        for name, dest in (("gate_proj", gate), ("up_proj", up), ("down_proj", down[e])):
+            slots.add(f"{prefix}{name}.{suffix}", dest)

@@ -9,7 +9,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.decoder_layer import DecoderLayer
 from sglang.srt.layers.fused_step import FusedStep
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.layernorm import RMSNorm, RowForm
 from sglang.srt.layers.linear import Linear
 from sglang.srt.layers.logits_processor import VocabEmbedding, select_outputs
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
@@ -71,14 +71,14 @@ class HybridGDNForCausalLM(nn.Module):
         self.rotary.reserve(max_position(fb) + 1)
         if self.fused_step is not None:
             return self.fused_step.run(fb)
-        x = self.embed_tokens(fb.input_ids)
-        taps = []
+        x, delta, taps = self.embed_tokens(fb.input_ids), None, []
         for i, layer in enumerate(self.layers):
-            x = layer(x, fb, self.attn_backend)
+            x, delta = layer.advance(x, delta, fb, self.attn_backend)
             if i in fb.capture_layer_ids:
-                taps.append(x)
+                taps.append(x + delta)
         joined = torch.cat(taps, dim=-1) if taps else None
-        return select_outputs(fb, self.norm(x), self.lm_head, joined)
+        normed, _ = self.norm.for_reader(x, delta, RowForm.PLAIN)
+        return select_outputs(fb, normed.as_plain(), self.lm_head, joined)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Head alone, for drafters: [n, H] post-final-norm -> [n, vocab] fp32."""

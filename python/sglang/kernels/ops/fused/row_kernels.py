@@ -1,9 +1,29 @@
-"""Triton kernels of row-wise operations; all arithmetic in fp32, one rounding at the end."""
+"""Triton kernels of row-wise operations; all arithmetic in fp32, one rounding at the end.
+
+Where a kernel can quantise, it quantises the rounded result, so that its FP8 rows are those of the two
+launches it stands for. A tile is [groups of 128 columns, 128] with and without that, so both sum alike.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from sglang.kernels.ops.quantization.group_quant import quantize_groups
+
+
+@triton.jit
+def store_quantized(p_q, p_scale, x, offsets, inside, group_ok, AS_WIDE_AS: tl.constexpr):
+    """Quantise x [groups, width] fp32 and store it.
+
+    A thread stores as many elements as it loads of type AS_WIDE_AS: wider stores would pull the tile into
+    another layout, in which sums before this one add in another order than without it.
+    """
+    WIDTH: tl.constexpr = 128 // AS_WIDE_AS.primitive_bitwidth
+    scaled, scale = quantize_groups(x)
+    p_to = tl.max_contiguous(p_q + offsets, (1, WIDTH))
+    tl.store(p_to, scaled.to(p_q.dtype.element_ty), mask=inside)
+    tl.store(p_scale, scale, mask=group_ok)
 
 
 @triton.jit
@@ -13,31 +33,49 @@ def rms_norm_kernel(
     p_weight,
     p_sum,
     p_out,
+    p_q,
+    p_scale,
     stride_x,
     stride_delta,
     stride_sum,
     stride_out,
+    stride_q,
+    stride_scale,
     size,
     eps,
     UNIT_OFFSET: tl.constexpr,
     HAS_DELTA: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PLAIN: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """out = norm(x), or sum = x + delta rounded to its dtype and out = norm(sum). Grid (rows,)."""
+    """out = norm(x), or sum = x + delta rounded to its dtype and out = norm(sum). Grid (rows,).
+
+    PLAIN stores out, QUANTIZE its e4m3 form and scales; out's dtype decides the rounding either way.
+    """
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+    group = tl.arange(0, BLOCK_G)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < size
     x = tl.load(p_x + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
         delta = tl.load(p_delta + row * stride_delta + column, mask=inside, other=0.0)
-        rounded = (x + delta.to(tl.float32)).to(p_sum.dtype.element_ty)
-        tl.store(p_sum + row * stride_sum + column, rounded, mask=inside)
-        x = rounded.to(tl.float32)
+        total = (x + delta.to(tl.float32)).to(p_sum.dtype.element_ty)
+        tl.store(p_sum + row * stride_sum + column, total, mask=inside)
+        x = total.to(tl.float32)
     weight = tl.load(p_weight + column, mask=inside, other=0.0).to(tl.float32)
     if UNIT_OFFSET:
         weight += 1.0
-    normed = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * weight
-    tl.store(p_out + row * stride_out + column, normed.to(p_out.dtype.element_ty), mask=inside)
+    squares = tl.sum(tl.sum(x * x, 1), 0)
+    rounded = (x * tl.rsqrt(squares / size + eps) * weight).to(p_out.dtype.element_ty)
+    if PLAIN:
+        tl.store(p_out + row * stride_out + column, rounded, mask=inside)
+    if QUANTIZE:
+        p_to = p_scale + row * stride_scale + group
+        at, group_ok = row * stride_q + column, group * GROUP < size
+        x = rounded.to(tl.float32)
+        store_quantized(p_q, p_to, x, at, inside, group_ok, p_x.dtype.element_ty)
 
 
 @triton.jit
@@ -46,32 +84,45 @@ def gated_norm_kernel(
     p_z,
     p_weight,
     p_out,
+    p_scale,
     stride_ot,
     stride_oh,
     stride_zt,
     stride_zh,
+    num_items,
     num_heads,
     size,
     eps,
     SILU: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """norm(o) * weight * act(z) of one head of one row; out is contiguous. Grid (rows, heads)."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    """norm(o) * weight * act(z), rounded to z's dtype; BLOCK_H heads of consecutive rows a program.
+
+    out is contiguous; with QUANTIZE it is e4m3, and a head is one group (size == BLOCK).
+    """
+    item = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    row, head = (item // num_heads).to(tl.int64), item % num_heads
     column = tl.arange(0, BLOCK)
-    inside = column < size
-    o = tl.load(p_o + row * stride_ot + head * stride_oh + column, mask=inside, other=0.0)
-    z = tl.load(p_z + row * stride_zt + head * stride_zh + column, mask=inside, other=0.0)
-    o = o.to(tl.float32)
-    z = z.to(tl.float32)
-    weight = tl.load(p_weight + column, mask=inside, other=0.0).to(tl.float32)
+    live = item < num_items
+    inside = live[:, None] & (column < size)[None, :]
+    p_row = p_o + row * stride_ot + head * stride_oh
+    o = tl.load(p_row[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    p_row = p_z + row * stride_zt + head * stride_zh
+    z = tl.load(p_row[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(p_weight + column, mask=column < size, other=0.0).to(tl.float32)
     gate = 1.0 / (1.0 + tl.exp(-z))
     if SILU:
         gate *= z
-    gated = o * tl.rsqrt(tl.sum(o * o, 0) / size + eps) * weight * gate
-    p_to = p_out + (row * num_heads + head) * size + column
-    tl.store(p_to, gated.to(p_out.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(tl.sum(o * o, 1) / size + eps)
+    gated = (o * scale[:, None] * weight[None, :] * gate).to(p_z.dtype.element_ty)
+    at = item.to(tl.int64)[:, None] * size + column[None, :]
+    if QUANTIZE:
+        gated = gated.to(tl.float32)
+        store_quantized(p_out, p_scale + item, gated, at, inside, live, p_z.dtype.element_ty)
+    else:
+        tl.store(p_out + at, gated, mask=inside)
 
 
 @triton.jit
@@ -120,29 +171,48 @@ def norm_rope_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(p_both, p_out, stride_both, size, BLOCK: tl.constexpr):
-    """silu(first half) * second half. Grid (rows, column blocks)."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < size
-    gate = tl.load(p_both + row * stride_both + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(p_both + row * stride_both + size + column, mask=inside, other=0.0).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(p_out + row * size + column, product.to(p_out.dtype.element_ty), mask=inside)
+def gate_mul_kernel(
+    p_x,
+    p_gate,
+    p_out,
+    p_scale,
+    stride_xt,
+    stride_xh,
+    stride_gt,
+    stride_gh,
+    num_items,
+    num_heads,
+    size,
+    SILU: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """x * act(gate) rounded to x's dtype; BLOCK_G groups of 128 columns of one head a program.
 
-
-@triton.jit
-def sigmoid_mul_kernel(
-    p_x, p_gate, p_out, stride_xt, stride_xh, stride_gt, stride_gh, num_heads, size,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """x * sigmoid(gate) of one head of one row; out is contiguous. Grid (rows, heads)."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    column = tl.arange(0, BLOCK)
-    inside = column < size
-    x = tl.load(p_x + row * stride_xt + head * stride_xh + column, mask=inside, other=0.0)
-    gate = tl.load(p_gate + row * stride_gt + head * stride_gh + column, mask=inside, other=0.0)
-    product = x.to(tl.float32) / (1.0 + tl.exp(-gate.to(tl.float32)))
-    p_to = p_out + (row * num_heads + head) * size + column
-    tl.store(p_to, product.to(p_out.dtype.element_ty), mask=inside)
+    Items are groups, head by head and row by row. out is contiguous; with QUANTIZE it is e4m3 and size a
+    multiple of GROUP, or there is one head.
+    """
+    item = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
+    groups = tl.cdiv(size, GROUP)
+    row = (item // (groups * num_heads)).to(tl.int64)
+    head, group = item // groups % num_heads, item % groups
+    within = tl.arange(0, GROUP)
+    live = item < num_items
+    start = group * GROUP
+    inside = live[:, None] & (start[:, None] + within[None, :] < size)
+    p_from = p_x + row * stride_xt + head * stride_xh + start
+    x = tl.load(p_from[:, None] + within[None, :], mask=inside, other=0.0).to(tl.float32)
+    p_from = p_gate + row * stride_gt + head * stride_gh + start
+    gate = tl.load(p_from[:, None] + within[None, :], mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        product = gate / (1.0 + tl.exp(-gate)) * x
+    else:
+        product = x / (1.0 + tl.exp(-gate))
+    rounded = product.to(p_x.dtype.element_ty)
+    at = ((row * num_heads + head) * size + start)[:, None] + within[None, :]
+    if QUANTIZE:
+        rounded = rounded.to(tl.float32)
+        store_quantized(p_out, p_scale + item, rounded, at, inside, live, p_x.dtype.element_ty)
+    else:
+        tl.store(p_out + at, rounded, mask=inside)

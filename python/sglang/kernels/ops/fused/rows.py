@@ -1,6 +1,7 @@
 """Norms, gates and rotation as one launch each, for tensors that Triton serves.
 
 Shapes: T rows, H hidden size, N heads, d head dim. Last dims are contiguous; other strides are free.
+Forms named ``quantized`` return the rows that quantising the plain form's result gives, in one launch.
 """
 
 from __future__ import annotations
@@ -9,25 +10,23 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
+from sglang.kernels.ops.quantization.fp8 import quantize
+from sglang.kernels.ops.quantization.rows import GROUP, NormedRows, QuantizedRows, num_groups
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.fused.row_kernels import (
+        gate_mul_kernel,
         gated_norm_kernel,
         norm_rope_kernel,
         rms_norm_kernel,
-        sigmoid_mul_kernel,
-        silu_mul_kernel,
     )
 
-_SILU_BLOCK = 1024
+_TILE = 2048
+"""Elements of a program that holds several heads or groups: 16 a thread of four warps."""
 
 
 def _block(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
-
-
-def _warps(block: int) -> int:
-    return max(1, min(8, block // 256))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool) -> Tensor:
@@ -35,8 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool) -> Ten
     ``unit_offset``. Returns x's shape and dtype, contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    if out.numel():
-        _launch_norm(rows, None, weight, out, out, eps, unit_offset)
+    _launch_norm(rows, None, weight, out, out, None, eps, unit_offset)
     return out.view(x.shape)
 
 
@@ -46,9 +44,28 @@ def add_rms_norm(
     """(norm(x + delta), x + delta) of x, delta [T, H]; the sum is rounded to x's dtype before the norm."""
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = torch.empty_like(total)
-    if out.numel():
-        _launch_norm(x, delta, weight, total, out, eps, unit_offset)
+    _launch_norm(x, delta, weight, total, out, None, eps, unit_offset)
     return out, total
+
+
+def norm_rows(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    unit_offset: bool,
+    plain: bool,
+) -> tuple[NormedRows, Tensor]:
+    """(norm(x + delta) quantised, and plain too if asked; x + delta) of x, delta [T, H].
+
+    ``delta`` None: the norm of x, and x itself. Bits are those of ``rms_norm`` or ``add_rms_norm``.
+    """
+    total = x if delta is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if plain else None
+    quantized = QuantizedRows.empty(*x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, delta, weight, total, out, quantized, eps, unit_offset)
+    return NormedRows(out, quantized), total
 
 
 def _launch_norm(
@@ -56,53 +73,100 @@ def _launch_norm(
     delta: Tensor | None,
     weight: Tensor,
     total: Tensor,
-    out: Tensor,
+    out: Tensor | None,
+    quantized: QuantizedRows | None,
     eps: float,
     unit_offset: bool,
 ) -> None:
+    if not x.numel():
+        return
     size = x.shape[-1]
     added = x if delta is None else delta
+    rounding = x if out is None else out
+    values = x if quantized is None else quantized.values
+    scale = weight if quantized is None else quantized.scale
+    block_g = _block(num_groups(size))
     rms_norm_kernel[(x.shape[0],)](
         x,
         added,
         weight,
         total,
-        out,
+        rounding,
+        values,
+        scale,
         x.stride(0),
         added.stride(0),
         total.stride(0),
-        out.stride(0),
+        rounding.stride(0),
+        values.stride(0),
+        scale.stride(0),
         size,
         eps,
         UNIT_OFFSET=unit_offset,
         HAS_DELTA=delta is not None,
-        BLOCK=_block(size),
-        num_warps=_warps(_block(size)),
+        PLAIN=out is not None,
+        QUANTIZE=quantized is not None,
+        BLOCK_G=block_g,
+        GROUP=GROUP,
+        num_warps=max(1, min(8, block_g // 2)),
     )
 
 
 def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, *, activation: str) -> Tensor:
     """``norm(o) * weight * act(z)`` per head of o, z [T, N, d]; "silu" or "sigmoid". [T, N, d] as z's dtype."""
-    num_rows, num_heads, size = o.shape
     out = torch.empty(o.shape, dtype=z.dtype, device=z.device)
-    if out.numel():
-        gated_norm_kernel[(num_rows, num_heads)](
-            o,
-            z,
-            weight,
-            out,
-            o.stride(0),
-            o.stride(1),
-            z.stride(0),
-            z.stride(1),
-            num_heads,
-            size,
-            eps,
-            SILU=activation == "silu",
-            BLOCK=_block(size),
-            num_warps=1,
-        )
+    _launch_gated_norm(o, z, weight, out, None, eps, activation)
     return out
+
+
+def gated_rms_norm_quantized(
+    o: Tensor, z: Tensor, weight: Tensor, eps: float, *, activation: str
+) -> QuantizedRows:
+    """``gated_rms_norm`` as FP8 rows [T, N * d]."""
+    num_rows, num_heads, size = o.shape
+    if size != GROUP:
+        gated = gated_rms_norm(o, z, weight, eps, activation=activation)
+        return quantize(gated.view(num_rows, num_heads * size))
+    out = QuantizedRows.empty(num_rows, num_heads * size, dtype=z.dtype, device=z.device)
+    _launch_gated_norm(o, z, weight, out.values, out.scale, eps, activation)
+    return out
+
+
+def _launch_gated_norm(
+    o: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    scale: Tensor | None,
+    eps: float,
+    activation: str,
+) -> None:
+    num_rows, num_heads, size = o.shape
+    num_items = num_rows * num_heads
+    if not out.numel():
+        return
+    block = _block(size)
+    block_h = max(1, _TILE // block)
+    gated_norm_kernel[(-(-num_items // block_h),)](
+        o,
+        z,
+        weight,
+        out,
+        out if scale is None else scale,
+        o.stride(0),
+        o.stride(1),
+        z.stride(0),
+        z.stride(1),
+        num_items,
+        num_heads,
+        size,
+        eps,
+        SILU=activation == "silu",
+        QUANTIZE=scale is not None,
+        BLOCK_H=block_h,
+        BLOCK=block,
+        num_warps=4,
+    )
 
 
 def norm_rope(
@@ -145,31 +209,60 @@ def norm_rope(
 
 def silu_mul(both: Tensor) -> Tensor:
     """``silu(gate) * up`` of both [T, 2I], gate columns first. Returns [T, I]."""
-    num_rows, size = both.shape[0], both.shape[1] // 2
-    out = torch.empty((num_rows, size), dtype=both.dtype, device=both.device)
-    if out.numel():
-        block = min(_SILU_BLOCK, _block(size))
-        grid = (num_rows, -(-size // block))
-        silu_mul_kernel[grid](both, out, both.stride(0), size, BLOCK=block)
+    gate, up = both.unsqueeze(1).chunk(2, dim=-1)
+    out = torch.empty((both.shape[0], up.shape[-1]), dtype=both.dtype, device=both.device)
+    _launch_gate_mul(up, gate, out, None, silu=True)
+    return out
+
+
+def silu_mul_quantized(both: Tensor) -> QuantizedRows:
+    """``silu_mul`` as FP8 rows [T, I]."""
+    gate, up = both.unsqueeze(1).chunk(2, dim=-1)
+    out = QuantizedRows.empty(both.shape[0], up.shape[-1], dtype=both.dtype, device=both.device)
+    _launch_gate_mul(up, gate, out.values, out.scale, silu=True)
     return out
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """``x * sigmoid(gate)`` of x, gate [T, N, d]. Returns [T, N, d] in x's dtype."""
-    num_rows, num_heads, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if out.numel():
-        sigmoid_mul_kernel[(num_rows, num_heads)](
-            x,
-            gate,
-            out,
-            x.stride(0),
-            x.stride(1),
-            gate.stride(0),
-            gate.stride(1),
-            num_heads,
-            size,
-            BLOCK=_block(size),
-            num_warps=1,
-        )
+    _launch_gate_mul(x, gate, out, None, silu=False)
     return out
+
+
+def sigmoid_mul_quantized(x: Tensor, gate: Tensor) -> QuantizedRows:
+    """``sigmoid_mul`` as FP8 rows [T, N * d]."""
+    num_rows, num_heads, size = x.shape
+    if size % GROUP and num_heads > 1:
+        return quantize(sigmoid_mul(x, gate).view(num_rows, num_heads * size))
+    out = QuantizedRows.empty(num_rows, num_heads * size, dtype=x.dtype, device=x.device)
+    _launch_gate_mul(x, gate, out.values, out.scale, silu=False)
+    return out
+
+
+def _launch_gate_mul(
+    x: Tensor, gate: Tensor, out: Tensor, scale: Tensor | None, *, silu: bool
+) -> None:
+    num_rows, num_heads, size = x.shape
+    num_items = num_rows * num_heads * num_groups(size)
+    if not out.numel():
+        return
+    block_g = _TILE // GROUP
+    gate_mul_kernel[(-(-num_items // block_g),)](
+        x,
+        gate,
+        out,
+        out if scale is None else scale,
+        x.stride(0),
+        x.stride(1),
+        gate.stride(0),
+        gate.stride(1),
+        num_items,
+        num_heads,
+        size,
+        SILU=silu,
+        QUANTIZE=scale is not None,
+        BLOCK_G=block_g,
+        GROUP=GROUP,
+        num_warps=4,
+    )

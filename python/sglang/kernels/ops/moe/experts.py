@@ -1,15 +1,18 @@
-"""The routed experts of one layer: two grouped products and an ordered sum."""
+"""The routed experts of one layer, and a shared one of their size: two grouped products and an ordered sum."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
-from sglang.kernels.ops.fused.rows import silu_mul
-from sglang.kernels.ops.moe.launch import ExpertTile, expert_tile
+from sglang.kernels.ops.fused.rows import silu_mul, silu_mul_quantized
+from sglang.kernels.ops.moe.launch import ExpertTile, ExpertTiles, expert_tiles
 from sglang.kernels.ops.moe.sort import ExpertOrder, order_by_expert
-from sglang.kernels.ops.quantization.fp8 import GROUP, check_block_scales, quantize_activations
+from sglang.kernels.ops.quantization.fp8 import check_block_scales, descriptor_of, quantize
+from sglang.kernels.ops.quantization.rows import GROUP, QuantizedRows
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.moe.grouped_gemm_kernel import grouped_gemm_kernel
@@ -18,42 +21,74 @@ if triton_support.AVAILABLE:
 _COMBINE_BLOCK = 1024
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """Which expert takes which row.
+
+    order        of the routed pairs; pair t * top_k + j stands for row t and its j-th expert
+    num_pairs    T * top_k
+    top_k        experts a row
+    shared_rows  T if the last expert is a shared one, whose pair of row t is num_pairs + t, else 0
+    """
+
+    order: ExpertOrder
+    num_pairs: int
+    top_k: int
+    shared_rows: int
+
+    @property
+    def num_results(self) -> int:
+        return self.num_pairs + self.shared_rows
+
+    @property
+    def num_tiles(self) -> int:
+        return self.order.num_tiles + -(-self.shared_rows // self.order.block_m)
+
+
 def grouped_linear(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     weight: Tensor,
     weight_scale: Tensor | None,
-    order: ExpertOrder,
+    rows: ExpertRows,
     tile: ExpertTile,
     *,
-    num_pairs: int,
+    x_by_pair: bool,
 ) -> Tensor:
-    """``W[expert] x[row]`` for every pair of ``order``.
+    """``W[expert] x[row]`` for every pair of ``rows``.
 
-    x [num_pairs / n, K]: n consecutive pairs share a row; weight [E, N, K]; weight_scale
-    [E, ceil(N/128), ceil(K/128)] fp32 for an e4m3 weight, else None. Returns [num_pairs, N] in x's dtype;
-    rows of pairs that the order leaves out are undefined. A row's sum does not depend on other rows.
+    x [T, K], or [num_results, K] with ``x_by_pair``, is quantised here if the weight is FP8 and it is not
+    yet; weight [E, N, K]; weight_scale [E, ceil(N/128), ceil(K/128)] fp32 for an e4m3 weight, else None.
+    Returns [num_results, N] in x's dtype; rows of pairs that the order leaves out are undefined. A row's
+    sum does not depend on other rows.
     Raises: ValueError if the scales do not fit.
     """
-    out = torch.empty((num_pairs, weight.shape[1]), dtype=x.dtype, device=x.device)
-    fp8 = weight_scale is not None
-    block_k = GROUP if fp8 else tile.block_k
-    depth = weight.shape[2]
-    values, scale = x, x
+    num_experts, num_columns, depth = weight.shape
+    out = torch.empty((rows.num_results, num_columns), dtype=x.dtype, device=x.device)
+    values, scale, scales = x, weight, weight
     if weight_scale is not None:
         check_block_scales(weight, weight_scale)
-        values, scale = quantize_activations(x)
-    scales = weight if weight_scale is None else weight_scale
-    grid = (order.num_tiles * -(-weight.shape[1] // tile.block_n),)
+        quantized = quantize(x) if isinstance(x, Tensor) else x
+        values, scale, scales = quantized.values, quantized.scale, weight_scale
+    fp8 = weight_scale is not None
+    parts = tile.parts if fp8 else 1
+    block_n, block_k = tile.block_n // parts, GROUP if fp8 else tile.block_k
+    descriptors = tile.descriptors and fp8 and depth % 16 == 0
+    order = rows.order
+    grid = (rows.num_tiles * -(-num_columns // (block_n * parts)),)
     grouped_gemm_kernel[grid](
         values,
         scale,
-        weight,
+        descriptor_of(weight.flatten(0, 1), block_n) if descriptors else weight,
         scales,
         out,
         order.pairs,
         order.tile_experts,
         order.num_tiles,
-        weight.shape[1],
+        rows.num_tiles,
+        rows.num_pairs,
+        rows.shared_rows,
+        num_experts - 1,
+        num_columns,
         depth,
         values.stride(0),
         scale.stride(0),
@@ -62,13 +97,17 @@ def grouped_linear(
         scales.stride(0),
         scales.stride(1),
         out.stride(0),
-        PAIRS_PER_ROW=num_pairs // x.shape[0],
+        TOP_K=rows.top_k,
+        X_BY_PAIR=x_by_pair,
         FP8=fp8,
         BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
+        BLOCK_N=block_n,
         BLOCK_K=block_k,
+        PARTS=parts,
         EVEN_K=depth % block_k == 0,
+        DESCRIPTORS=descriptors,
         WEIGHTS_FIRST=tile.weights_first,
+        SCALE_STAGES=tile.num_stages if tile.scales_ahead else None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -114,7 +153,7 @@ def combine(
 
 
 def run_experts(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     weights: Tensor,
     chosen: Tensor,
     gate_up: Tensor,
@@ -124,19 +163,31 @@ def run_experts(
     down_scale: Tensor | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
-    tile: ExpertTile | None = None,
+    last_is_shared: bool = False,
+    tiles: ExpertTiles | None = None,
 ) -> Tensor:
     """Routed experts and the gated shared expert's output, [T, H] in x's dtype.
 
     x [T, H]; weights [T, top_k]; chosen [T, top_k] int32, -1 skips; gate_up [E, 2I, H], gate rows first;
-    down [E, H, I]; scales as of ``grouped_linear``; shared, shared_gate as of ``combine``;
-    tile: of the table unless given.
+    down [E, H, I]; scales as of ``grouped_linear``; shared, shared_gate as of ``combine``, but with
+    ``last_is_shared`` the last expert of gate_up and down is the shared one, takes every row and is what
+    ``shared_gate`` gates; tiles: of the table unless given.
     """
-    if not x.shape[0]:
-        return torch.empty_like(x)
-    tile = tile or expert_tile(x.shape[0], x.element_size())
-    order = order_by_expert(chosen, gate_up.shape[0], tile.block_m)
-    num_pairs = chosen.numel()
-    both = grouped_linear(x, gate_up, gate_up_scale, order, tile, num_pairs=num_pairs)
-    parts = grouped_linear(silu_mul(both), down, down_scale, order, tile, num_pairs=num_pairs)
+    num_rows, top_k = chosen.shape
+    if not num_rows:
+        return torch.empty((0, down.shape[1]), dtype=x.dtype, device=x.device)
+    fp8 = gate_up_scale is not None
+    tiles = tiles or expert_tiles(num_rows, x.dtype.itemsize, fp8=fp8)
+    routed = gate_up.shape[0] - last_is_shared
+    rows = ExpertRows(
+        order_by_expert(chosen, routed, tiles.up.block_m),
+        num_rows * top_k,
+        top_k,
+        num_rows if last_is_shared else 0,
+    )
+    both = grouped_linear(x, gate_up, gate_up_scale, rows, tiles.up, x_by_pair=False)
+    inner = silu_mul_quantized(both) if fp8 else silu_mul(both)
+    parts = grouped_linear(inner, down, down_scale, rows, tiles.down, x_by_pair=True)
+    if last_is_shared:
+        shared = parts[rows.num_pairs :]
     return combine(parts, weights, chosen, shared=shared, shared_gate=shared_gate)

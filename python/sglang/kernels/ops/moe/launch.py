@@ -15,7 +15,8 @@ class ExpertTile:
     """Rows of one expert x output columns of one program.
 
     ``block_k`` is for bf16; FP8 takes one scale block. ``weights_first`` lets the weight's rows be the
-    product's rows: Hopper multiplies FP8 in units of 64 rows, and an expert has a few tokens.
+    product's rows: Hopper multiplies FP8 in units of 64 rows, and an expert has a few tokens. Of the rest
+    see ``GemmTile``; descriptors are the weight's alone, since the rows of x are gathered.
     """
 
     block_m: int
@@ -24,16 +25,33 @@ class ExpertTile:
     num_warps: int
     num_stages: int
     weights_first: bool
+    parts: int = 1
+    descriptors: bool = False
+    scales_ahead: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """Tiles of the gate and up projection and of the down projection; both have one ``block_m``."""
+
+    up: ExpertTile
+    down: ExpertTile
+
+    @staticmethod
+    def both(tile: ExpertTile) -> ExpertTiles:
+        return ExpertTiles(tile, tile)
 
 
 _FEW = ExpertTile(16, 128, 128, num_warps=4, num_stages=4, weights_first=True)
 _MANY = ExpertTile(64, 128, 64, num_warps=4, num_stages=3, weights_first=False)
 
 
-def expert_tile(num_tokens: int, element_bytes: int) -> ExpertTile:
+def expert_tiles(num_tokens: int, element_bytes: int, *, fp8: bool) -> ExpertTiles:
     """Decode and verify give an expert a few rows, prompt chunks give it hundreds.
 
     Elements of 4 bytes (fp32 runs) take half the stages, or the tiles would not fit shared memory.
     """
     tile = _FEW if num_tokens <= SMALL_ROWS else _MANY
-    return replace(tile, num_stages=2) if element_bytes > 2 else tile
+    if element_bytes > 2 and not fp8:
+        tile = replace(tile, num_stages=2)
+    return ExpertTiles.both(tile)

@@ -1,4 +1,4 @@
-"""Triton kernels of routing, ordering and the ordered sum."""
+"""Triton kernels of routing and of the ordered sum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def route_kernel(
     BLOCK_E: tl.constexpr,
     RENORMALISE: tl.constexpr,
 ):
-    """Softmax of one row and its TOP_K largest, the lowest id first at a tie. Grid (rows,)."""
+    """Softmax of one row and its TOP_K largest, the lowest id first at a tie. Grid (rows,).
+
+    Where there is no largest share, because a logit is NaN or infinite, nothing is chosen: -1.
+    """
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     inside = expert < num_experts
@@ -32,6 +35,7 @@ def route_kernel(
     for i in tl.static_range(TOP_K):
         best = tl.max(share, 0)
         at = tl.argmax(share, 0, tie_break_left=True)
+        at = tl.where(best >= 0.0, at, -1)
         weights = tl.where(rank == i, best, weights)
         chosen = tl.where(rank == i, at, chosen)
         share = tl.where(expert == at, -1.0, share)
@@ -40,60 +44,6 @@ def route_kernel(
     p_to = row * TOP_K + rank
     tl.store(p_weights + p_to, weights.to(p_weights.dtype.element_ty), mask=rank < TOP_K)
     tl.store(p_chosen + p_to, chosen, mask=rank < TOP_K)
-
-
-@triton.jit
-def count_kernel(p_chosen, p_counts, num_pairs, BLOCK: tl.constexpr):
-    """How many pairs chose an expert. Grid (experts,)."""
-    expert = tl.program_id(0)
-    count = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_pairs, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        chosen = tl.load(p_chosen + pair, mask=pair < num_pairs, other=-1)
-        count += (chosen == expert).to(tl.int32)
-    tl.store(p_counts + expert, tl.sum(count, 0))
-
-
-@triton.jit
-def place_kernel(
-    p_chosen,
-    p_counts,
-    p_pairs,
-    p_tile_experts,
-    num_pairs,
-    num_experts,
-    num_tiles,
-    BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """An expert's pairs in ascending order, padded with -1 to whole tiles. Grid (experts,).
-
-    The last program also marks the tiles that nobody uses.
-    """
-    expert = tl.program_id(0)
-    other = tl.arange(0, BLOCK_E)
-    counts = tl.load(p_counts + other, mask=other < num_experts, other=0)
-    tiles = (counts + BLOCK_M - 1) // BLOCK_M
-    first_tile = tl.sum(tl.where(other < expert, tiles, 0), 0)
-    own_tiles = tl.sum(tl.where(other == expert, tiles, 0), 0)
-    own_count = tl.sum(tl.where(other == expert, counts, 0), 0)
-    p_own = p_pairs + first_tile.to(tl.int64) * BLOCK_M
-    seen = 0
-    for start in range(0, num_pairs, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        chosen = tl.load(p_chosen + pair, mask=pair < num_pairs, other=-1)
-        mine = (chosen == expert).to(tl.int32)
-        rank = seen + tl.cumsum(mine, 0) - 1
-        tl.store(p_own + rank, pair, mask=mine > 0)
-        seen += tl.sum(mine, 0)
-    pad = own_count + tl.arange(0, BLOCK_M)
-    tl.store(p_own + pad, -1, mask=pad < own_tiles * BLOCK_M)
-    for i in range(own_tiles):
-        tl.store(p_tile_experts + first_tile + i, expert)
-    if expert == num_experts - 1:
-        for i in range(first_tile + own_tiles, num_tiles):
-            tl.store(p_tile_experts + i, -1)
 
 
 @triton.jit

@@ -11,9 +11,18 @@ from sglang.kernels import triton_support
 from sglang.kernels.ops.moe.route import next_power_of_two
 
 if triton_support.AVAILABLE:
-    from sglang.kernels.ops.moe.moe_kernels import count_kernel, place_kernel
+    from sglang.kernels.ops.moe.sort_kernels import count_kernel, place_kernel
 
-_BLOCK = 1024
+BLOCK = 1024
+"""Pairs that are counted together; up to so many are ordered in one launch."""
+
+PART = 128
+"""Pairs that one program places."""
+
+CHUNK = 32
+"""Experts or tiles that a program pads or marks at once."""
+
+_COUNT_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -40,21 +49,31 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
     """
     num_pairs, device = chosen.numel(), chosen.device
     num_tiles = num_pairs // block_m + min(num_pairs, num_experts)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    block_e = next_power_of_two(num_experts)
+    num_blocks = -(-num_pairs // BLOCK)
     pairs = torch.empty(num_tiles * block_m, dtype=torch.int32, device=device)
     tile_experts = torch.empty(num_tiles, dtype=torch.int32, device=device)
-    if num_pairs:
-        count_kernel[(num_experts,)](chosen, counts, num_pairs, BLOCK=_BLOCK)
-        place_kernel[(num_experts,)](
-            chosen,
-            counts,
-            pairs,
-            tile_experts,
-            num_pairs,
-            num_experts,
-            num_tiles,
-            BLOCK=_BLOCK,
-            BLOCK_E=next_power_of_two(num_experts),
-            BLOCK_M=block_m,
-        )
+    if not num_pairs:
+        return ExpertOrder(pairs, tile_experts, block_m)
+    counts = chosen
+    if num_blocks > 1:
+        counts = torch.empty((num_blocks, block_e), dtype=torch.int32, device=device)
+        count_kernel[(num_blocks,)](chosen, counts, num_pairs, BLOCK=BLOCK, BLOCK_E=block_e)
+    place_kernel[(-(-num_pairs // PART),)](
+        chosen,
+        counts,
+        pairs,
+        tile_experts,
+        num_pairs,
+        num_experts,
+        num_tiles,
+        num_blocks,
+        COUNTED=num_blocks > 1,
+        BLOCK=BLOCK,
+        PART=PART,
+        BLOCK_E=block_e,
+        BLOCK_B=_COUNT_ROWS,
+        BLOCK_M=block_m,
+        CHUNK=CHUNK,
+    )
     return ExpertOrder(pairs, tile_experts, block_m)

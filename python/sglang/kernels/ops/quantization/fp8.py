@@ -12,49 +12,43 @@ from sglang.kernels.ops.quantization.launch import (
     GemmTile,
     dense_tile,
 )
+from sglang.kernels.ops.quantization.rows import GROUP, QuantizedRows, num_groups
 
 if triton_support.AVAILABLE:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     from sglang.kernels.ops.quantization.fp8_kernels import (
         block_scaled_gemm_kernel,
         quantize_kernel,
     )
 
-FP8_DTYPE = torch.float8_e4m3fn
-FP8_MAX = 448.0
-GROUP = 128
-"""Width of a scale block along K (activations and weights) and along N (weights)."""
 
-
-def num_groups(length: int) -> int:
-    return -(-length // GROUP)
-
-
-def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise rows of x [M, K] in groups of 128 along K.
-
-    Returns: q [M, K] e4m3 and scale [M, ceil(K / 128)] fp32 with x ~ q * scale; scale is max|x| / 448 of
-    the group, 1 where all are zero. Columns of x are contiguous, rows may have any stride.
-    """
+def quantize(x: Tensor) -> QuantizedRows:
+    """Quantise rows of x [M, K] in groups of 128 along K; columns are contiguous, rows have any stride."""
     num_rows, num_columns = x.shape
-    q = torch.empty((num_rows, num_columns), dtype=FP8_DTYPE, device=x.device)
-    scale = torch.empty((num_rows, num_groups(num_columns)), dtype=torch.float32, device=x.device)
-    if q.numel():
-        groups = scale.shape[1]
+    out = QuantizedRows.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
+    if out.values.numel():
+        groups = out.scale.shape[1]
         quantize_kernel[(num_rows, -(-groups // QUANTIZE_GROUPS))](
             x,
-            q,
-            scale,
+            out.values,
+            out.scale,
             x.stride(0),
-            q.stride(0),
-            scale.stride(0),
+            out.values.stride(0),
+            out.scale.stride(0),
             num_columns,
             groups,
-            FP8_MAX=FP8_MAX,
             GROUP=GROUP,
             BLOCK_G=QUANTIZE_GROUPS,
             num_warps=QUANTIZE_WARPS,
         )
-    return q, scale
+    return out
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The two tensors of ``quantize``: q [M, K] e4m3 and scale [M, ceil(K / 128)] fp32."""
+    rows = quantize(x)
+    return rows.values, rows.scale
 
 
 def check_block_scales(weight: Tensor, scale: Tensor) -> None:
@@ -67,42 +61,59 @@ def check_block_scales(weight: Tensor, scale: Tensor) -> None:
 
 
 def block_scaled_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, *, tile: GemmTile | None = None
+    x: Tensor | QuantizedRows,
+    weight: Tensor,
+    weight_scale: Tensor,
+    *,
+    tile: GemmTile | None = None,
 ) -> Tensor:
     """``x W^T`` with both sides in FP8.
 
-    x [M, K] any float dtype, quantised here; weight [N, K] e4m3; weight_scale [ceil(N/128), ceil(K/128)]
-    fp32; tile: of the table unless given. Returns [M, N] in x's dtype. Products of a 128-wide block are summed by the tensor core, scaled
-    in fp32 and added in ascending order, so a row does not depend on the other rows of its table.
+    x [M, K], quantised here if it is not yet; weight [N, K] e4m3; weight_scale [ceil(N/128), ceil(K/128)]
+    fp32; tile: of the table unless given. Returns [M, N] in x's dtype. Products of a 128-wide block are
+    summed by the tensor core, scaled in fp32 and added in ascending order, so a row does not depend on
+    the other rows of its table.
     Raises: ValueError if the scales do not fit the weight.
     """
     check_block_scales(weight, weight_scale)
-    q, scale = quantize_activations(x)
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    rows = quantize(x) if isinstance(x, Tensor) else x
+    (num_rows, depth), num_columns = rows.shape, weight.shape[0]
+    out = torch.empty((num_rows, num_columns), dtype=rows.dtype, device=rows.device)
     if not out.numel():
         return out
-    (num_rows, depth), num_columns = x.shape, weight.shape[0]
     tile = tile or dense_tile(num_rows, num_columns)
     grid = (-(-num_rows // tile.block_m) * -(-num_columns // tile.block_n),)
+    part = tile.block_n // tile.parts
+    descriptors = tile.descriptors and depth % 16 == 0
     block_scaled_gemm_kernel[grid](
-        q,
-        scale,
-        weight,
+        descriptor_of(rows.values, tile.block_m) if descriptors else rows.values,
+        rows.scale,
+        descriptor_of(weight, part) if descriptors else weight,
         weight_scale,
         out,
         num_rows,
         num_columns,
         depth,
-        q.stride(0),
-        scale.stride(0),
+        rows.values.stride(0),
+        rows.scale.stride(0),
         weight.stride(0),
         weight_scale.stride(0),
         out.stride(0),
         BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
+        BLOCK_N=part,
+        PARTS=tile.parts,
         GROUP=GROUP,
+        GROUP_M=tile.group_m,
         EVEN_K=depth % GROUP == 0,
+        DESCRIPTORS=descriptors,
+        WEIGHTS_FIRST=tile.weights_first,
+        SCALE_STAGES=tile.num_stages if tile.scales_ahead else None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     return out
+
+
+def descriptor_of(matrix: Tensor, rows: int) -> TensorDescriptor:
+    """For loads of [rows, 128] of ``matrix`` [R, K] by the copy engine, zero beyond its edges."""
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, GROUP])

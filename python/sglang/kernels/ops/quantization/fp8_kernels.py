@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.ops.quantization.group_quant import quantize_groups
+
 
 @triton.jit
 def quantize_kernel(
@@ -16,7 +18,6 @@ def quantize_kernel(
     stride_scale,
     num_columns,
     num_groups,
-    FP8_MAX: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
@@ -26,20 +27,53 @@ def quantize_kernel(
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < num_columns
     x = tl.load(p_x + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(x), 1)
-    top = tl.zeros_like(largest) + FP8_MAX
-    scale = tl.where(largest > 0.0, tl.div_rn(largest, top), 1.0)
-    scaled = tl.div_rn(x, tl.zeros_like(x) + scale[:, None])
-    scaled = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
+    scaled, scale = quantize_groups(x)
     tl.store(p_q + row * stride_q + column, scaled.to(p_q.dtype.element_ty), mask=inside)
     tl.store(p_scale + row * stride_scale + group, scale, mask=group < num_groups)
 
 
 @triton.jit
+def tile_of(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row tile, column tile): bands of GROUP_M row tiles, rows fastest, so that neighbours share weights."""
+    band = GROUP_M * tiles_n
+    first = program // band * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    within = program % band
+    return first + within % height, within // height
+
+
+@triton.jit
+def load_block(
+    source, p_block, row, i_k, row_ok, depth,
+    GROUP: tl.constexpr, EVEN_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Step ``i_k`` of an operand's rows: from a descriptor at ``row``, or through pointers to step 0."""
+    if DESCRIPTORS:
+        block = source.load([row, i_k * GROUP])
+    elif EVEN_K:
+        block = tl.load(p_block + i_k * GROUP, mask=row_ok[:, None], other=0.0)
+    else:
+        k_ok = i_k * GROUP + tl.arange(0, GROUP) < depth
+        block = tl.load(p_block + i_k * GROUP, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
+    return block
+
+
+@triton.jit
+def add_scaled(b_acc, x, w, x_scale, w_scale, WEIGHTS_FIRST: tl.constexpr):
+    """b_acc + (x w^T of one scale block) scaled; transposed with WEIGHTS_FIRST."""
+    scale = x_scale * w_scale
+    if WEIGHTS_FIRST:
+        b_acc += tl.dot(w, tl.trans(x)) * scale[None, :]
+    else:
+        b_acc += tl.dot(x, tl.trans(w)) * scale[:, None]
+    return b_acc
+
+
+@triton.jit
 def block_scaled_gemm_kernel(
-    p_x,
+    x,
     p_x_scale,
-    p_w,
+    w,
     p_w_scale,
     p_out,
     num_rows,
@@ -52,38 +86,60 @@ def block_scaled_gemm_kernel(
     stride_out,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    SCALE_STAGES: tl.constexpr,
 ):
-    """One tile of x W^T. Grid (row tiles x column tiles), row tiles fastest so that they share weights.
+    """One tile of x W^T, BLOCK_M rows and PARTS (1 or 2) times BLOCK_N columns.
 
-    K ascends in blocks of GROUP, each scaled in fp32 before it is added; BLOCK_N divides GROUP.
+    x and w are descriptors or pointers. K ascends in blocks of GROUP, each scaled in fp32 before it is
+    added; BLOCK_N divides GROUP or GROUP divides it not: a part lies in one block of scales.
     """
     tiles_m = tl.cdiv(num_rows, BLOCK_M)
-    i_m = tl.program_id(0) % tiles_m
-    i_n = tl.program_id(0) // tiles_m
-    m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_ok = m < num_rows
-    n_ok = n < num_columns
+    tiles_n = tl.cdiv(num_columns, BLOCK_N * PARTS)
+    i_m, i_n = tile_of(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
+    row = i_m * BLOCK_M
+    column = i_n * BLOCK_N * PARTS
+    m = row + tl.arange(0, BLOCK_M)
+    n = column + tl.arange(0, BLOCK_N)
     k = tl.arange(0, GROUP)
-    p_xk = p_x + m.to(tl.int64)[:, None] * stride_x + k[None, :]
-    p_wk = p_w + n.to(tl.int64)[None, :] * stride_w + k[:, None]
+    m_ok, n_ok, n2_ok = m < num_rows, n < num_columns, n + BLOCK_N < num_columns
     p_xs = p_x_scale + m.to(tl.int64) * stride_x_scale
-    p_ws = p_w_scale + (i_n * BLOCK_N // GROUP).to(tl.int64) * stride_w_scale
-    b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i_k in range(tl.cdiv(depth, GROUP)):
-        if EVEN_K:
-            x = tl.load(p_xk, mask=m_ok[:, None], other=0.0)
-            w = tl.load(p_wk, mask=n_ok[None, :], other=0.0)
-        else:
-            k_ok = i_k * GROUP + k < depth
-            x = tl.load(p_xk, mask=m_ok[:, None] & k_ok[None, :], other=0.0)
-            w = tl.load(p_wk, mask=n_ok[None, :] & k_ok[:, None], other=0.0)
+    p_ws = p_w_scale + (column // GROUP).to(tl.int64) * stride_w_scale
+    p_ws2 = p_w_scale + ((column + BLOCK_N) // GROUP).to(tl.int64) * stride_w_scale
+    if DESCRIPTORS:
+        p_xk, p_wk, p_wk2 = p_xs, p_ws, p_ws2  # not read
+    else:
+        p_xk = x + m.to(tl.int64)[:, None] * stride_x + k[None, :]
+        p_wk = w + n.to(tl.int64)[:, None] * stride_w + k[None, :]
+        p_wk2 = p_wk + BLOCK_N * stride_w
+    if WEIGHTS_FIRST:
+        b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    b_acc2 = b_acc
+    for i_k in tl.range(0, tl.cdiv(depth, GROUP), num_stages=SCALE_STAGES):
+        b_x = load_block(x, p_xk, row, i_k, m_ok, depth, GROUP, EVEN_K, DESCRIPTORS)
+        b_w = load_block(w, p_wk, column, i_k, n_ok, depth, GROUP, EVEN_K, DESCRIPTORS)
         x_scale = tl.load(p_xs + i_k, mask=m_ok, other=0.0)
-        w_scale = tl.load(p_ws + i_k)
-        b_acc += tl.dot(x, w) * (x_scale * w_scale)[:, None]
-        p_xk += GROUP
-        p_wk += GROUP
+        b_acc = add_scaled(b_acc, b_x, b_w, x_scale, tl.load(p_ws + i_k), WEIGHTS_FIRST)
+        if PARTS == 2:
+            at = column + BLOCK_N
+            b_w = load_block(w, p_wk2, at, i_k, n2_ok, depth, GROUP, EVEN_K, DESCRIPTORS)
+            w_scale = tl.load(p_ws2 + i_k, mask=at < num_columns, other=0.0)
+            b_acc2 = add_scaled(b_acc2, b_x, b_w, x_scale, w_scale, WEIGHTS_FIRST)
     p_o = p_out + m.to(tl.int64)[:, None] * stride_out + n[None, :]
-    tl.store(p_o, b_acc.to(p_out.dtype.element_ty), mask=m_ok[:, None] & n_ok[None, :])
+    store_tile(p_o, b_acc, m_ok, n_ok, WEIGHTS_FIRST)
+    if PARTS == 2:
+        store_tile(p_o + BLOCK_N, b_acc2, m_ok, n2_ok, WEIGHTS_FIRST)
+
+
+@triton.jit
+def store_tile(p_out, b_acc, m_ok, n_ok, WEIGHTS_FIRST: tl.constexpr):
+    if WEIGHTS_FIRST:
+        b_acc = tl.trans(b_acc)
+    tl.store(p_out, b_acc.to(p_out.dtype.element_ty), mask=m_ok[:, None] & n_ok[None, :])

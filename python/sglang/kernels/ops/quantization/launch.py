@@ -10,12 +10,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GemmTile:
-    """Output tile of one program, and how it is run. K goes in steps of one scale block."""
+    """Output tile of one program, and how it is run. K goes in steps of one scale block.
+
+    parts          products that a step is split into along N: one part's product waits in registers
+                   beside the whole tile's sum, so a tile too large for both goes in parts
+    group_m        row tiles that run next to each other before the next column tile's
+    descriptors    operands come through tensor descriptors (the copy engine), not through pointers
+    weights_first  the product's rows are the weight's: Hopper multiplies FP8 in units of 64 rows
+    scales_ahead   the activations' scales are fetched as many steps ahead as the operands
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    parts: int = 1
+    group_m: int = 1024
+    descriptors: bool = False
+    weights_first: bool = False
+    scales_ahead: bool = False
 
 
 QUANTIZE_GROUPS = 8
