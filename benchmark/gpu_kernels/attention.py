@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sglang.kernels.ops.attention.paged.launch import (
     SPLITS,
+    HopperLaunch,
     PagedLaunch,
     SplitRule,
     few_rows,
@@ -50,7 +51,7 @@ BF16 = torch.bfloat16
 class Setting:
     """What is varied: the tile; for split contexts also the rule and the partial results' dtype."""
 
-    tile: PagedLaunch
+    tile: PagedLaunch | HopperLaunch
     rule: SplitRule | None = None
     partial: str = "bfloat16"
 
@@ -212,6 +213,10 @@ def prefill_settings(case: Case) -> Iterator[Setting]:
         yield Setting(PagedLaunch(m, n, warps, stages))
 
 
+def hopper_settings(case: Case) -> Iterator[Setting]:
+    yield Setting(HopperLaunch())
+
+
 def sweep(case: Case, what: str, settings: list[Setting], stop: float) -> list[Timing]:
     """Times of all settings that agree with fp32; a line with an error and no time names the others."""
     picked, want = case.sampled()
@@ -316,17 +321,22 @@ def report(found: list[Timing]) -> None:
 
 
 def run_case(
-    shape: tuple[int, int, int], heads: tuple[int, int], *, split: bool, stop: float
+    shape: tuple[int, int, int],
+    heads: tuple[int, int],
+    settings_of: Callable[[Case], Iterator[Setting]],
+    stop: float,
 ) -> tuple[list[Timing], dict[str, float]]:
-    """Timings of one shape and the kernels of the table's setting."""
+    """Timings of one shape and the kernels of its first setting."""
+    split = settings_of is decode_settings
     requests, steps, prefix = shape
     size = requests * (prefix + steps) * heads[1] * HEAD_DIM * 4
     layers = max(1, min(24, int(2 * L2_BYTES / size))) if split else 1
     case = Case(requests, steps, prefix, *heads, layers=layers)
     what = f"{requests} x {steps} after {prefix}"
-    settings = list(dict.fromkeys((decode_settings if split else prefill_settings)(case)))
+    settings = list(dict.fromkeys(settings_of(case)))
     found = sweep(case, what, settings, stop)
-    found += peers(case, what)
+    if settings_of is not hopper_settings:
+        found += peers(case, what)
     kernels = kernels_of(case, settings[0])
     report(found)
     print(f"{what}: kernels {kernels}", flush=True)
@@ -344,19 +354,21 @@ def main() -> None:
     heads = HEADS[options.model]
     found: list[Timing] = []
     kernels: dict[str, dict[str, float]] = {}
-    for shape in (DECODE[0], *PREFILL, *DECODE[1:]):
-        if time.monotonic() > stop:
-            break
-        lines, profile = run_case(shape, heads, split=shape in DECODE, stop=stop)
-        found += lines
-        kernels["{} x {} after {}".format(*shape)] = profile
-        torch.cuda.empty_cache()
-        _save(options, found, kernels)
+    runs = [(DECODE[0], decode_settings), *((shape, prefill_settings) for shape in PREFILL)]
+    runs += [(shape, decode_settings) for shape in DECODE[1:]]
+    runs += [(shape, hopper_settings) for shape in PREFILL]
     for rows in (100, 8_192):
         lines = time_stores(rows, *heads)
         report(lines)
         found += lines
-    _save(options, found, kernels)
+    for shape, settings_of in runs:
+        if time.monotonic() > stop:
+            break
+        lines, profile = run_case(shape, heads, settings_of, stop)
+        found += lines
+        kernels["{} x {} after {}: {}".format(*shape, settings_of.__name__)] = profile
+        torch.cuda.empty_cache()
+        _save(options, found, kernels)
     if wrong := [line for line in found if not line.us]:
         raise SystemExit(f"{len(wrong)} settings gave a wrong result")
 

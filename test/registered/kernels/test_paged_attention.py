@@ -22,9 +22,12 @@ CASES = [
 ]
 
 
-def run_cases(**env: str) -> None:
+HOPPER_CASES = Path(__file__).with_name("paged_hopper_cases.py")
+
+
+def run_cases(cases: list[Path], **env: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--import-mode=importlib"]
-    command += [str(path) for path in CASES]
+    command += [str(path) for path in cases]
     done = subprocess.run(
         command, env={**os.environ, **env}, capture_output=True, text=True, timeout=300
     )
@@ -35,7 +38,7 @@ def run_cases(**env: str) -> None:
 
 def test_kernels_agree_with_the_reference_in_the_interpreter():
     pytest.importorskip("triton", reason="Triton is not installed")
-    run_cases(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    run_cases(CASES, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 GEOMETRIES = {"16 heads, 2 KV": (8, 2), "24 heads, 4 KV": (6, 4)}
@@ -74,6 +77,36 @@ def test_attention_compiles_for_hopper(group, kv_heads):
         assert ("mma.sync" if most else "wgmma.mma_async") in ptx
 
 
+def test_the_hopper_kernel_compiles_without_spills():
+    """Catches a change that makes the warp groups' registers overflow, or the softmax wait for its product."""
+    pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
+    from triton.compiler import compile as compile_kernel
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from sglang.kernels.ops.attention.paged.hopper_kernel import hopper_prefill_kernel as kernel
+    from sglang.kernels.ops.attention.paged.launch import HopperLaunch
+    from sglang.test.compile_kernels import HOPPER
+
+    launch = HopperLaunch()
+    block = [launch.block_n, 256]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    pages = f"tensordesc<bf16{block},{layout!r}>"
+    constants = {"GROUP": 8, "HEAD_DIM": 256, "BLOCK_N": launch.block_n, "IS_CAUSAL": True}
+    constants["STAGES"] = launch.num_stages
+    types = {**POINTERS, "desc_k": pages, "desc_v": pages}
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    aligned = (i for i, n in enumerate(names) if n.startswith(("p_", "stride")))
+    attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = GluonASTSource(kernel, signature, constants, attrs)
+    compiled = compile_kernel(source, target=HOPPER, options={"num_warps": 4})
+    assert compiled.metadata.shared <= 227 * 1024
+    ptx = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+    assert ".local" not in ptx
+
+
 def test_small_kernels_compile_for_hopper():
     pytest.importorskip("triton", reason="Triton is not installed")
     from sglang.kernels.ops.attention.paged import attention_kernel, store_kernel
@@ -97,7 +130,15 @@ def test_small_kernels_compile_for_hopper():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_agree_with_the_reference_on_the_gpu():
-    run_cases(TRITON_INTERPRET="0")
+    run_cases(CASES, TRITON_INTERPRET="0")
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs compute capability 9.0",
+)
+def test_the_hopper_kernel_agrees_with_the_reference():
+    run_cases([HOPPER_CASES], TRITON_INTERPRET="0")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,14 @@ class PagedLaunch:
 
 
 @dataclass(frozen=True)
+class HopperLaunch:
+    """Ring of the kernel that fetches with the copy engine: tokens of a block, blocks held at once."""
+
+    block_n: int = 64
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
 class SplitRule:
     """How many context tokens one split has: a function of the request's own context alone.
 

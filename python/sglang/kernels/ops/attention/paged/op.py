@@ -11,6 +11,7 @@ from sglang.kernels import triton_support
 from sglang.kernels.ops.attention.paged.launch import (
     COMBINE_SPLITS,
     SPLITS,
+    HopperLaunch,
     PagedLaunch,
     SplitRule,
     few_rows,
@@ -81,7 +82,7 @@ def paged_attention(
     workspace: SplitWorkspace | None = None,
     out: Tensor | None = None,
     page_size: int = 1,
-    tile: PagedLaunch | None = None,
+    tile: PagedLaunch | HopperLaunch | None = None,
 ) -> Tensor:
     """Attend each request's rows to its whole context, which the pool already holds.
 
@@ -95,7 +96,8 @@ def paged_attention(
         max_query_len        at least the rows of any request; decides the grid
         workspace            splits long contexts over programs; for at most its max_rows rows
         page_size            positions k * page_size .. + page_size - 1 lie in consecutive slots
-        tile                 overrides the launch table
+        tile                 overrides the launch table; a ``HopperLaunch`` without workspace and window,
+                             for bf16 rows and pool on compute capability 9.0
     Returns: out [T, N, d] in q's dtype.
     Row t of request r sees positions 0 .. prefix_lens[r] + t (all of the request's if not causal), and
     with a window only those less than ``sliding_window`` away. Sums are fp32 in ascending position
@@ -114,6 +116,25 @@ def paged_attention(
         raise ValueError(f"{num_rows} rows exceed the workspace's {workspace.max_rows}")
     out = torch.empty_like(q) if out is None else out
     if not out.numel():
+        return out
+    if isinstance(tile, HopperLaunch):
+        from sglang.kernels.ops.attention.paged.hopper import hopper_prefill
+
+        if workspace is not None or sliding_window:
+            raise ValueError("the Hopper kernel takes neither a workspace nor a sliding window")
+        table = (req_to_token, rows, prefix_lens, query_start_loc)
+        hopper_prefill(
+            q,
+            k_buffer,
+            v_buffer,
+            out,
+            table=table,
+            max_query_len=max_query_len,
+            scale_log2=scaling * _LOG2_E,
+            is_causal=is_causal,
+            page_size=page_size,
+            launch=tile,
+        )
         return out
     group = num_heads // num_kv_heads
     tile_rows = max_query_len * group
