@@ -342,5 +342,18 @@ def test_published_capacities():
         assert on - off == pytest.approx(record["planned_gain"], abs=64)
 
 
+def test_the_page_shows_todays_capacities():
+    from capacity import SETUPS, record_of
+    from capacity import table as capacity_table
+
+    page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    begin, end = "<!-- published_capacity: begin -->\n", "\n<!-- published_capacity: end -->"
+    shown = page.partition(begin)[2].partition(end)[0]
+    want = capacity_table([record_of(setup, 80.0, 0.8) for setup in SETUPS], 80.0, 0.8)
+    assert shown == want, (
+        "write the output of benchmark/published/capacity.py into docs/benchmarks.md"
+    )
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))
