@@ -3,29 +3,27 @@
     PYTHONPATH=python python benchmark/gpu_smoke/repeat_stages.py [--repeats 30] [--dtype bfloat16]
 
 Inputs never change and every allocation in between is poisoned, so two answers of a stage mean a race or an
-uninitialised read in it. Of fla-core's chunk rule, each function it is made of is watched by itself; a
-function whose inputs already differ is not blamed. ``--pin-warps 2`` leaves its kernels only the
-configurations of that many warps, to see whether that cures it. Exit status 1 if a stage did not repeat.
+uninitialised read in it. Of the chunked prefill each kernel is watched by itself; a kernel whose inputs
+already differ is not blamed. Exit status 1 if a stage did not repeat.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import sys
-import types
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from triton.runtime.autotuner import Autotuner, Heuristics
 
-from sglang.kernels.ops.attention.fla import gdn_prefill
+from sglang.kernels.ops.attention.fla import gdn_prefill, prefill_kernels
 from sglang.kernels.ops.attention.fla.fused_gdn_gating import fused_gdn_gating
+from sglang.kernels.ops.attention.fla.prefill_plan import plan_prefill
 from sglang.kernels.ops.attention.paged.op import paged_attention
 from sglang.kernels.ops.fused.rows import rms_norm
 from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_fn
@@ -33,13 +31,7 @@ from sglang.kernels.ops.moe.experts import run_experts
 from sglang.kernels.ops.moe.route import route
 from sglang.kernels.ops.quantization.fp8 import block_scaled_linear, quantize_activations
 
-FLA_MODULES = ("fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.chunk_fwd")
-FLA_KERNEL_MODULES = (
-    "fla.ops.gated_delta_rule.chunk_fwd",
-    "fla.ops.gated_delta_rule.wy_fast",
-    "fla.ops.common.chunk_delta_h",
-    "fla.ops.common.chunk_o",
-)
+PREFILL_KERNELS = ("prefill_chunk_kernel", "prefill_state_kernel")
 POISON_ELEMENTS = 1 << 24
 
 
@@ -98,50 +90,32 @@ def poison(device: torch.device) -> None:
     del block
 
 
-def watch_fla(stack: ExitStack, recorder: Recorder) -> None:
-    """Watch the functions that fla-core's chunk rule calls, whatever this version calls them."""
-    for path in FLA_MODULES:
-        try:
-            module = importlib.import_module(path)
-        except ModuleNotFoundError:
-            continue
-        for name, value in list(vars(module).items()):
-            ours = isinstance(value, types.FunctionType) and value.__module__.startswith("fla.")
-            if ours and ("fwd" in name or "cumsum" in name or "tril" in name):
-                watched = recorder.watch(f"fla: {name}", value)
-                stack.enter_context(mock.patch.object(module, name, watched))
+class WatchedKernel:
+    """A Triton kernel whose launches are recorded: its tensors before, and the same ones after."""
+
+    def __init__(self, name: str, kernel: Any, recorder: Recorder) -> None:
+        self._name, self._kernel, self._recorder = name, kernel, recorder
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: object, **options: object) -> None:
+            inputs = [args[i] for i in self._inputs(args)]
+            before = digest(inputs)
+            self._kernel[grid](*args, **options)
+            self._recorder.calls.append((self._name, before, digest(list(args))))
+
+        return launch
+
+    def _inputs(self, args: tuple[object, ...]) -> list[int]:
+        """What is not scratch yet to be written, whose contents are poison."""
+        names = self._kernel.arg_names[: len(args)]
+        scratch = {"out"} if "pool" in names else {"w", "u", "attn", "q_coef", "k_coef", "decay"}
+        return [i for i, name in enumerate(names) if name not in scratch]
 
 
-def fla_tuners() -> dict[str, Autotuner]:
-    """fla-core's autotuned forward kernels by name; empty where it is not installed."""
-    found = {}
-    for path in FLA_KERNEL_MODULES:
-        try:
-            module = importlib.import_module(path)
-        except ModuleNotFoundError:
-            continue
-        for name, value in vars(module).items():
-            inner = value
-            while isinstance(inner, Heuristics):
-                inner = inner.fn
-            if isinstance(inner, Autotuner) and "bwd" not in name:
-                found[name] = inner
-    return found
-
-
-def pin_warps(num_warps: int) -> None:
-    """Leave every forward kernel only its configurations of ``num_warps``, where it has any."""
-    for name, tuner in fla_tuners().items():
-        kept = [config for config in tuner.configs if config.num_warps == num_warps]
-        print(f"  {name}: {len(kept)} of {len(tuner.configs)} configurations")
-        tuner.configs = kept or tuner.configs
-
-
-def print_chosen() -> None:
-    """What the autotuner took, once it has run."""
-    for name, tuner in fla_tuners().items():
-        for key, config in tuner.cache.items():
-            print(f"  chosen: {name} {key}: {config}")
+def watch_prefill(stack: ExitStack, recorder: Recorder) -> None:
+    for name in PREFILL_KERNELS:
+        watched = WatchedKernel(name, getattr(prefill_kernels, name), recorder)
+        stack.enter_context(mock.patch.object(prefill_kernels, name, watched))
 
 
 def stages(
@@ -163,19 +137,20 @@ def stages(
     windows = torch.zeros(len(LENGTHS) + 1, conv_dim, 3, device=device, dtype=dtype)
     gates = (draw(g.value_heads, dtype=torch.float32), draw(total, g.value_heads))
     biases = (draw(total, g.value_heads), draw(g.value_heads, dtype=torch.float32))
-    log_decay, beta = (t[0] for t in fused_gdn_gating(gates[0], gates[1], *biases))
-    tokens = gdn_prefill.PrefillTokens(
-        draw(total, g.key_heads, dim),
-        draw(total, g.key_heads, dim),
-        draw(total, g.value_heads, dim),
-        log_decay,
-        beta,
-    )
-    pool = torch.zeros(len(LENGTHS) + 1, g.value_heads, dim, dim, device=device)
+    packed = draw(total, conv_dim)
+    widths = (g.key_heads * dim, g.key_heads * dim, g.value_heads * dim)
+    parts = (t.unflatten(-1, (-1, dim)) for t in packed.split(widths, dim=-1))
+    tokens = gdn_prefill.PrefillTokens(*parts, gates[1], biases[0], gates[0], biases[1])
+    plan = plan_prefill(LENGTHS, [-1, 21, 64, 70, 256], device)
+    dests = torch.tensor([-1, 6, 7, 8, 9], device=device)
+    pool = torch.zeros(2 * len(LENGTHS), g.value_heads, dim, dim, device=device)
 
     def prefill() -> tuple[Tensor, Tensor]:
         states = pool.clone()
-        return gdn_prefill.gdn_prefill(tokens, states, slots, LENGTHS, scale=dim**-0.5), states
+        out = gdn_prefill.gdn_prefill(
+            tokens, states, slots, plan, scale=dim**-0.5, track_dests=dests
+        )
+        return out, states
 
     keys, values = draw(total + 1, 2, 64), draw(total + 1, 2, 64)
     table = torch.zeros(len(LENGTHS) + 1, max(LENGTHS), device=device, dtype=torch.int32)
@@ -224,7 +199,7 @@ def unstable_stages(
         answers = set()
         with ExitStack() as stack:
             if name == "gdn prefill":
-                watch_fla(stack, recorder)
+                watch_prefill(stack, recorder)
             for _ in range(repeats):
                 poison(device)
                 answers.add(digest(call()))
@@ -242,20 +217,16 @@ def unstable_stages(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--pin-warps", type=int, default=None)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a CUDA device")
         return 2
-    if options.pin_warps is not None:
-        pin_warps(options.pin_warps)
     bad: dict[str, int] = {}
     for g in GEOMETRIES:
         print(f"{g.name}, {options.dtype}, {options.repeats} repeats")
         dtype = getattr(torch, options.dtype)
         bad |= unstable_stages(g, dtype, options.repeats, torch.device("cuda"))
-    print_chosen()
     print(f"not repeatable: {bad}" if bad else "every stage repeats bit for bit")
     return int(bool(bad))
 

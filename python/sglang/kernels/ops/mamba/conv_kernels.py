@@ -214,9 +214,7 @@ def conv_prefill_kernel(
                     acc = acc / (1.0 + tl.exp(-acc))
                 acc = tl.where(live, acc, 0.0)
                 inside = in_d & (t + i < length)
-                tl.store(
-                    p_out + i * out_stride_token, acc.to(out.dtype.element_ty), mask=inside
-                )
+                tl.store(p_out + i * out_stride_token, acc.to(out.dtype.element_ty), mask=inside)
                 window = window[1:]
             p_x += ROWS * x_stride_token
             p_out += ROWS * out_stride_token

@@ -14,7 +14,11 @@ import torch
 from sglang.kernels import triton_support
 from sglang.kernels.ops.attention.fla.chunk_delta_h import CHUNK_SIZE
 from sglang.kernels.ops.attention.fla.fused_gdn_gating import fused_gdn_gating
-from sglang.kernels.ops.attention.fla.prefill_launch import PrefillTiles, prefill_tiles
+from sglang.kernels.ops.attention.fla.prefill_launch import (
+    PrefillTiles,
+    launch_options,
+    prefill_tiles,
+)
 from sglang.kernels.ops.attention.fla.prefill_plan import PrefillPlan
 
 if triton_support.AVAILABLE:
@@ -37,8 +41,8 @@ class PrefillTokens:
     dt_bias: torch.Tensor
 
     def rows(self, low: int, high: int) -> PrefillTokens:
-        parts = (x[low:high] for x in (self.q, self.k, self.v, self.a, self.b))
-        return PrefillTokens(*parts, self.A_log, self.dt_bias)
+        q, k, v, a, b = (x[low:high] for x in (self.q, self.k, self.v, self.a, self.b))
+        return PrefillTokens(q, k, v, a, b, self.A_log, self.dt_bias)
 
 
 def normalise(x: torch.Tensor) -> torch.Tensor:
@@ -194,9 +198,8 @@ def _launch(
     w = x.q.new_empty(*blocks, CHUNK_SIZE, dim_k)
     u = x.q.new_empty(*blocks, dim_v, CHUNK_SIZE)
     attn = x.q.new_empty(*blocks, CHUNK_SIZE, CHUNK_SIZE)
-    q_coef, k_coef = torch.empty(
-        2, *blocks, CHUNK_SIZE, dtype=torch.float32, device=x.q.device
-    ).unbind()
+    coef = torch.empty(2, *blocks, CHUNK_SIZE, dtype=torch.float32, device=x.q.device)
+    q_coef, k_coef = coef.unbind()
     decay = torch.empty(blocks, dtype=torch.float32, device=x.q.device)
     shape = {
         "HV": value_heads,
@@ -223,17 +226,17 @@ def _launch(
         decay,
         plan.chunks,
         scale,
+        x.a.stride(0),
+        x.b.stride(0),
         *x.q.stride()[:2],
         *x.k.stride()[:2],
         *x.v.stride()[:2],
-        x.a.stride(0),
-        x.b.stride(0),
         **shape,
         HEADS=chunk.heads,
         BASE=chunk.base,
         SOLVE=chunk.solve_precision,
-        num_warps=chunk.num_warps,
-        num_stages=chunk.num_stages,
+        BLOCK_D=min(chunk.block_d, dim_k, dim_v),
+        **launch_options(chunk),
     )
     block_v = min(state.block_v, dim_v)
     prefill_kernels.prefill_state_kernel[(dim_v // block_v, value_heads, len(plan.lengths))](
@@ -251,12 +254,11 @@ def _launch(
         track_dests,
         plan.requests,
         pool.shape[0],
+        pool.stride(0),
         *x.q.stride()[:2],
         *x.k.stride()[:2],
-        pool.stride(0),
         **shape,
         BV=block_v,
         HAS_DESTS=track_dests is not None,
-        num_warps=state.num_warps,
-        num_stages=state.num_stages,
+        **launch_options(state),
     )

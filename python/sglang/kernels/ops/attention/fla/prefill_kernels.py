@@ -20,19 +20,21 @@ import triton.language as tl
 
 @triton.jit
 def _diagonal_inverse(a, C: tl.constexpr, BASE: tl.constexpr):
-    """Inverse of I + the diagonal blocks of a [C, C], row after row; exact zeros outside the blocks."""
+    """Inverse of I + the diagonal blocks of a [C, C], column after column; exact zeros outside the blocks."""
     N: tl.constexpr = C // BASE
     i = tl.arange(0, C)
     same = (i // BASE)[:, None] == (i // BASE)[None, :]
     blocks = tl.reshape(tl.where(same, a, 0.0), [N, BASE, N, BASE])
     blocks = tl.sum(blocks, axis=2)
     o_b = tl.arange(0, BASE)
-    inverse = tl.where(o_b[None, :, None] == o_b[None, None, :], 1.0, tl.zeros_like(blocks))
-    for r in range(1, BASE):
-        here = (o_b == r)[None, :, None]
-        row = tl.sum(tl.where(here, blocks, 0.0), axis=1)
-        seen = tl.sum(row[:, :, None] * inverse, axis=1)
-        inverse = tl.where(here, inverse - seen[:, None, :], inverse)
+    row_of = o_b[None, :, None]
+    column_of = o_b[None, None, :]
+    # The product with zero keeps the layout of `blocks`, in which a warp holds a block of its own.
+    inverse = tl.where(row_of == column_of, 1.0, blocks * 0.0)
+    for r in range(BASE - 1):
+        column = tl.sum(tl.where(column_of == r, blocks, 0.0), axis=2)
+        row = tl.sum(tl.where(row_of == r, inverse, 0.0), axis=1)
+        inverse -= column[:, :, None] * row[:, None, :]
     full = tl.broadcast_to(inverse[:, :, None, :], [N, BASE, N, BASE])
     return tl.where(same, tl.reshape(full, [C, C]), 0.0)
 
@@ -82,14 +84,14 @@ def prefill_chunk_kernel(
     decay,
     chunks,
     scale,
-    stride_q_token,
-    stride_q_head,
-    stride_k_token,
-    stride_k_head,
-    stride_v_token,
-    stride_v_head,
     stride_a_token,
     stride_b_token,
+    stride_q_token: tl.constexpr,
+    stride_q_head: tl.constexpr,
+    stride_k_token: tl.constexpr,
+    stride_k_head: tl.constexpr,
+    stride_v_token: tl.constexpr,
+    stride_v_head: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
@@ -98,11 +100,12 @@ def prefill_chunk_kernel(
     HEADS: tl.constexpr,
     BASE: tl.constexpr,
     SOLVE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """What a chunk needs no state for. Grid (chunks, HV / HEADS).
 
-    Per chunk and value head: w [C, K] = -T (beta exp(G) k) and u [V, C] = (T beta v)^T; attn [C, C] the scaled and
+    Per chunk and value head: w [C, K] = T (beta exp(G) k) and u [V, C] = (T beta v)^T; attn [C, C] the scaled and
     decayed q.k; q_coef, k_coef [C] fp32 the factors of a row's q and k; decay fp32 exp(G_last).
     """
     i_c = tl.program_id(0)
@@ -111,29 +114,34 @@ def prefill_chunk_kernel(
     start = tl.load(chunks + i_c * 2).to(tl.int64)
     count = tl.load(chunks + i_c * 2 + 1)
     o_c = tl.arange(0, C)
-    o_k = tl.arange(0, K)
-    o_v = tl.arange(0, V)
+    o_d = tl.arange(0, BLOCK_D)
     inside = o_c < count
     element = w.dtype.element_ty
 
     p_k = k + start * stride_k_token + i_k * stride_k_head
     p_q = q + start * stride_q_token + i_k * stride_q_head
-    b_k = tl.load(
-        p_k + o_c[:, None] * stride_k_token + o_k[None, :], mask=inside[:, None], other=0.0
-    )
-    b_q = tl.load(
-        p_q + o_c[:, None] * stride_q_token + o_k[None, :], mask=inside[:, None], other=0.0
-    )
-    wide_k = b_k.to(tl.float32)
-    wide_q = b_q.to(tl.float32)
-    norm_k = tl.rsqrt(tl.sum(wide_k * wide_k, axis=1) + 1e-6)
-    norm_q = tl.rsqrt(tl.sum(wide_q * wide_q, axis=1) + 1e-6) * scale
-    gram = tl.dot(b_k, tl.trans(b_k), input_precision=DOT) * norm_k[:, None] * norm_k[None, :]
-    seen = tl.dot(b_q, tl.trans(b_k), input_precision=DOT) * norm_q[:, None] * norm_k[None, :]
+    k_tile = o_c[:, None] * stride_k_token + o_d[None, :]
+    q_tile = o_c[:, None] * stride_q_token + o_d[None, :]
+    gram = tl.zeros([C, C], dtype=tl.float32)
+    seen = tl.zeros([C, C], dtype=tl.float32)
+    norm_k = tl.zeros([C], dtype=tl.float32)
+    norm_q = tl.zeros([C], dtype=tl.float32)
+    for d in range(0, K, BLOCK_D):
+        b_k = tl.load(p_k + d + k_tile, mask=inside[:, None], other=0.0)
+        b_q = tl.load(p_q + d + q_tile, mask=inside[:, None], other=0.0)
+        norm_k += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), axis=1)
+        norm_q += tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), axis=1)
+        gram = tl.dot(b_k, tl.trans(b_k), acc=gram, input_precision=DOT)
+        seen = tl.dot(b_q, tl.trans(b_k), acc=seen, input_precision=DOT)
+    norm_k = tl.rsqrt(norm_k + 1e-6)
+    norm_q = tl.rsqrt(norm_q + 1e-6) * scale
+    gram *= norm_k[:, None] * norm_k[None, :]
+    seen *= norm_q[:, None] * norm_k[None, :]
     below = o_c[:, None] > o_c[None, :]
     upto = o_c[:, None] >= o_c[None, :]
 
-    for i_h in range(first_head, first_head + HEADS):
+    for i in tl.static_range(HEADS):
+        i_h = first_head + i
         log_decay, beta = _row_gates(
             a + (start + o_c) * stride_a_token + i_h,
             b + (start + o_c) * stride_b_token + i_h,
@@ -154,22 +162,20 @@ def prefill_chunk_kernel(
         tl.store(decay + place, tl.exp(last))
 
         solve = unit_lower_inverse(lower, C, BASE, SOLVE)
-        b_v = tl.load(
-            v
-            + start * stride_v_token
-            + i_h * stride_v_head
-            + o_c[:, None] * stride_v_token
-            + o_v[None, :],
-            mask=inside[:, None],
-            other=0.0,
-        )
-        b_u = tl.dot((solve * beta[None, :]).to(element), b_v, input_precision=DOT)
-        p_u = u + place * V * C + o_v[None, :] * C + o_c[:, None]
-        tl.store(p_u, b_u.to(element))
-        factor = -beta * growth * norm_k
-        b_w = tl.dot((solve * factor[None, :]).to(element), b_k, input_precision=DOT)
-        p_w = w + place * C * K + o_c[:, None] * K + o_k[None, :]
-        tl.store(p_w, b_w.to(element))
+        left = (solve * beta[None, :]).to(element)
+        p_v = v + start * stride_v_token + i_h * stride_v_head
+        v_tile = o_c[:, None] * stride_v_token + o_d[None, :]
+        p_u = u + place * (V * C)
+        u_tile = o_d[None, :] * C + o_c[:, None]
+        for d in range(0, V, BLOCK_D):
+            b_v = tl.load(p_v + d + v_tile, mask=inside[:, None], other=0.0)
+            tl.store(p_u + d * C + u_tile, tl.dot(left, b_v, input_precision=DOT).to(element))
+        left = (solve * (beta * growth * norm_k)[None, :]).to(element)
+        p_w = w + place * (C * K)
+        w_tile = o_c[:, None] * K + o_d[None, :]
+        for d in range(0, K, BLOCK_D):
+            b_k = tl.load(p_k + d + k_tile, mask=inside[:, None], other=0.0)
+            tl.store(p_w + d + w_tile, tl.dot(left, b_k, input_precision=DOT).to(element))
 
 
 @triton.jit
@@ -188,11 +194,11 @@ def prefill_state_kernel(
     dests,
     requests,
     num_slots,
-    stride_q_token,
-    stride_q_head,
-    stride_k_token,
-    stride_k_head,
     stride_slot,
+    stride_q_token: tl.constexpr,
+    stride_q_head: tl.constexpr,
+    stride_k_token: tl.constexpr,
+    stride_k_head: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
@@ -227,9 +233,15 @@ def prefill_state_kernel(
     valid = (o_v < V)[:, None]
     live = (slot >= 0) & (slot < num_slots)
     b_s = tl.load(p_state + slot * stride_slot, mask=valid & live, other=0.0).to(tl.float32)
-    p_k = k + (i_h // GROUP) * stride_k_head + o_c[:, None] * stride_k_token + o_k[None, :]
-    p_q = q + (i_h // GROUP) * stride_q_head + o_c[:, None] * stride_q_token + o_k[None, :]
-    p_out = out + i_h * V + o_c[None, :] * (HV * V) + o_v[:, None]
+    # Scalar pointers move along the chunks; tiles are offsets of 32 bits that stay.
+    k += (i_h // GROUP) * stride_k_head
+    q += (i_h // GROUP) * stride_q_head
+    k_tile = o_c[:, None] * stride_k_token + o_k[None, :]
+    q_tile = o_c[:, None] * stride_q_token + o_k[None, :]
+    w_tile = o_c[:, None] * K + o_k[None, :]
+    u_tile = o_v[:, None] * C + o_c[None, :]
+    attn_tile = o_c[:, None] * C + o_c[None, :]
+    out_tile = o_c[None, :] * (HV * V) + o_v[:, None]
 
     for _ in range(2):
         num_chunks = tl.cdiv(stop - row, C)
@@ -242,20 +254,21 @@ def prefill_state_kernel(
             inside = o_c < left
             # The next chunk's factor is on its way while this one is computed.
             next_fade = tl.load(decay + here + HV, mask=i + 1 < num_chunks, other=1.0)
-            b_w = tl.load(w + here * (C * K) + o_c[:, None] * K + o_k[None, :])
-            b_u = tl.load(u + here * (V * C) + o_v[:, None] * C + o_c[None, :])
-            b_q = tl.load(p_q + start * stride_q_token, mask=inside[:, None], other=0.0)
-            b_k = tl.load(p_k + start * stride_k_token, mask=inside[:, None], other=0.0)
-            b_a = tl.load(attn + here * (C * C) + o_c[:, None] * C + o_c[None, :])
+            b_w = tl.load(w + here * (C * K) + w_tile)
+            b_u = tl.load(u + here * (V * C) + u_tile)
+            b_q = tl.load(q + start * stride_q_token + q_tile, mask=inside[:, None], other=0.0)
+            b_k = tl.load(k + start * stride_k_token + k_tile, mask=inside[:, None], other=0.0)
+            b_a = tl.load(attn + here * (C * C) + attn_tile)
             b_qc = tl.load(q_coef + here * C + o_c)
             b_kc = tl.load(k_coef + here * C + o_c)
             b_h = b_s.to(element)
-            b_n = tl.dot(b_h, tl.trans(b_w), acc=b_u.to(tl.float32), input_precision=DOT)
+            # A difference, because a sum would become the product's start and its load no longer pipelined.
+            b_n = b_u.to(tl.float32) - tl.dot(b_h, tl.trans(b_w), input_precision=DOT)
             b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT) * b_qc[None, :]
             b_s *= fade
             b_s = tl.dot((b_n * b_kc[None, :]).to(element), b_k, acc=b_s, input_precision=DOT)
             b_o = tl.dot(b_n.to(element), tl.trans(b_a), acc=b_o, input_precision=DOT)
-            p_o = p_out + start * (HV * V)
+            p_o = out + start * (HV * V) + i_h * V + out_tile
             tl.store(p_o, b_o.to(out.dtype.element_ty), mask=inside[None, :] & valid)
             fade = next_fade
         stored = (dest >= 0) & (dest < num_slots)

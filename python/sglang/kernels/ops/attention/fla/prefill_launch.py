@@ -7,20 +7,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class ChunkTile:
     """One program of the chunk kernel: a chunk and `heads` value heads that share a key head.
 
     `base`: size of the diagonal blocks inverted by substitution; larger blocks are merged by products at
-    `solve_precision`.
+    `solve_precision`. `block_d`: columns of q, k, v in a product. `max_registers` a thread, None for no bound.
     """
 
     heads: int
     base: int
     solve_precision: str
+    block_d: int
     num_warps: int
     num_stages: int
+    max_registers: int | None
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class StateTile:
     block_v: int
     num_warps: int
     num_stages: int
+    max_registers: int | None
 
 
 @dataclass(frozen=True)
@@ -42,17 +47,41 @@ class PrefillTiles:
 
 
 _HALF = PrefillTiles(
-    ChunkTile(heads=1, base=16, solve_precision="tf32", num_warps=4, num_stages=1),
-    StateTile(block_v=64, num_warps=4, num_stages=3),
+    ChunkTile(
+        heads=1,
+        base=16,
+        solve_precision="tf32",
+        block_d=32,
+        num_warps=4,
+        num_stages=1,
+        max_registers=168,
+    ),
+    StateTile(block_v=64, num_warps=4, num_stages=2, max_registers=None),
     dot_precision="tf32",
 )
 _SINGLE = PrefillTiles(
-    ChunkTile(heads=1, base=16, solve_precision="ieee", num_warps=8, num_stages=1),
-    StateTile(block_v=32, num_warps=4, num_stages=1),
-    dot_precision="ieee",
+    ChunkTile(
+        heads=1,
+        base=16,
+        solve_precision="tf32x3",
+        block_d=32,
+        num_warps=4,
+        num_stages=1,
+        max_registers=None,
+    ),
+    StateTile(block_v=16, num_warps=4, num_stages=1, max_registers=None),
+    dot_precision="tf32x3",
 )
 
 
 def prefill_tiles(element_bytes: int) -> PrefillTiles:
     """Chosen by the width of the activations alone, so that a batch cannot change a request's bits."""
     return _SINGLE if element_bytes > 2 else _HALF
+
+
+def launch_options(tile: ChunkTile | StateTile) -> dict[str, int]:
+    """Triton's options of a tile; only its NVIDIA compiler takes a bound on registers."""
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if tile.max_registers is not None and torch.version.hip is None:
+        options["maxnreg"] = tile.max_registers
+    return options
