@@ -282,6 +282,8 @@ def chosen_workloads(args: argparse.Namespace) -> list[Workload]:
         if (value := vars(args)[name]) is not None
     }
     base = replace(base, **given)
+    if given:
+        base = replace(base, name=f"{base.requests} x {base.input_len}/{base.output_len}")
     if args.concurrency is None:
         return [replace(base, concurrency=base.requests)]
     return [

@@ -100,7 +100,6 @@ class OneBatch:
                 self._step()
             self._synchronize()
         prefill_s = time.perf_counter() - begin
-        first_tokens = self._num_tokens
         step_s: list[float] = []
         with self._profiled(trace, "decode"):
             while not self._scheduler.is_idle:
@@ -112,12 +111,13 @@ class OneBatch:
             self._synchronize()
         total_s = time.perf_counter() - begin
         self._engine.memory.flush()
-        return self._figures(case, prefill_s, step_s, total_s, self._num_tokens - first_tokens)
+        return self._figures(case, prefill_s, step_s if case.output_len > 1 else [], total_s)
 
     def _figures(
-        self, case: Case, prefill_s: float, step_s: list[float], total_s: float, decoded: int
+        self, case: Case, prefill_s: float, step_s: list[float], total_s: float
     ) -> dict[str, Any]:
         decode_s = total_s - prefill_s
+        decoded = case.batch_size * (case.output_len - 1)
         num_input = case.batch_size * case.input_len
         num_output = case.batch_size * case.output_len
         median = statistics.median(step_s) if step_s else None
