@@ -90,7 +90,8 @@ class OneBatch:
         trace  beginning of the names of two profiler traces, of the prefill and of the decode
         """
         self.check(case)
-        self._num_tokens = 0
+        metrics = self._scheduler.metrics
+        verified, correct = metrics.verify_ct, metrics.correct_ct
         for _ in range(case.batch_size):
             self._submit(case)
         self._synchronize()
@@ -111,7 +112,12 @@ class OneBatch:
             self._synchronize()
         total_s = time.perf_counter() - begin
         self._engine.memory.flush()
-        return self._figures(case, prefill_s, step_s if case.output_len > 1 else [], total_s)
+        figures = self._figures(case, prefill_s, step_s if case.output_len > 1 else [], total_s)
+        if metrics.verify_ct > verified:
+            figures["accept_length"] = 1 + (metrics.correct_ct - correct) / (
+                metrics.verify_ct - verified
+            )
+        return figures
 
     def _figures(
         self, case: Case, prefill_s: float, step_s: list[float], total_s: float
@@ -122,9 +128,6 @@ class OneBatch:
         num_output = case.batch_size * case.output_len
         median = statistics.median(step_s) if step_s else None
         per_step = decoded / len(step_s) if step_s else 0.0
-        accept_length = None
-        if self._engine.worker.draft_token_num > 1 and step_s:
-            accept_length = self._scheduler.metrics.accept_length() or None
         return {
             "batch_size": case.batch_size,
             "input_len": case.input_len,
@@ -135,7 +138,7 @@ class OneBatch:
             "median_decode_throughput": per_step / median if median else None,
             "decode_steps": len(step_s),
             "decode_throughput": decoded / decode_s if step_s else None,
-            "accept_length": accept_length,
+            "accept_length": None,
             "total_latency": total_s,
             "overall_throughput": (num_input + num_output) / total_s,
         }
