@@ -1,12 +1,17 @@
 """From a request's constraint to a matcher of llguidance.
 
-llguidance is an optional package, and its table of the vocabulary takes seconds to build for a large
-one, so both wait for the first request that needs them.
+llguidance is an optional package. Its table of the vocabulary takes seconds to build for a large one and
+holds the interpreter's lock meanwhile, so a server builds it before it is ready (``prepare``). Compiling a
+constraint lets go of the lock; ``managers/intake.py`` does it beside the scheduler's loop.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
+import logging
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +21,10 @@ from typing import Any
 from sglang.srt.constrained.grammar_state import GrammarState
 from sglang.srt.managers.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 MAX_CACHED_GRAMMARS = 64
+MAX_CACHED_FAULTS = 256
 _WHITESPACE = r"( |\n( {0,24}|\t{0,8}))"
 """Between the tokens of JSON: one blank, or one line break and an indent. Models that like blanks
 would otherwise never get to the end."""
@@ -27,7 +35,7 @@ _NEEDS_PACKAGE = (
 
 
 class GrammarCompiler:
-    """Compiles constraints for one vocabulary; keeps the latest ones.
+    """Compiles constraints for one vocabulary; keeps the latest ones, and why the latest bad ones fail.
 
     Args:
         tokenizer: None on a server without one, which can enforce nothing.
@@ -57,6 +65,7 @@ class GrammarCompiler:
         self._refusal = refusal
         self._table: Any = None
         self._cache: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._faults: OrderedDict[bytes, str] = OrderedDict()
 
     def compile(self, kind: str, text: str, *, start_after: str | None = None) -> GrammarState:
         """State of one request at its beginning.
@@ -69,14 +78,14 @@ class GrammarCompiler:
         if self._refusal is not None:
             raise ValueError(f"{kind}: {self._refusal}")
         assert self._tokenizer is not None
+        fault = self._faults.get(_fault_key(kind, text))
+        if fault is not None:
+            raise ValueError(fault)
         matcher = self._cache.get((kind, text))
         if matcher is None:
-            matcher = self._new_matcher(self._tokenizer.path, kind, text)
-            self._cache[kind, text] = matcher
-            if len(self._cache) > MAX_CACHED_GRAMMARS:
-                self._cache.popitem(last=False)
-        else:
-            self._cache.move_to_end((kind, text))
+            self.take_over(kind, text, self.try_compile(kind, text))
+            return self.compile(kind, text, start_after=start_after)
+        self._cache.move_to_end((kind, text))
         return GrammarState(
             matcher.deep_copy(),
             kind=kind,
@@ -86,20 +95,70 @@ class GrammarCompiler:
             start_after=start_after,
         )
 
-    def _new_matcher(self, tokenizer_file: Path, kind: str, text: str) -> Any:
+    def prepare(self) -> None:
+        """Build the table of the vocabulary now, if this server can enforce constraints at all."""
+        if self._refusal is not None or importlib.util.find_spec("llguidance") is None:
+            return
+        started = time.monotonic()
+        try:
+            self._load_table(_llguidance("vocabulary"))
+        except ValueError as error:
+            logger.warning("constrained decoding is refused: %s", error)
+            self._refusal = f"llguidance cannot use this server's tokenizer: {error}"
+            return
+        took = time.monotonic() - started
+        logger.info("grammar table of %d tokens built in %.1f s", self._vocab_size, took)
+
+    def is_quick(self, kind: str, text: str) -> bool:
+        """Whether ``compile`` answers without compiling: known, known to be bad, or refused anyway."""
+        if self._refusal is not None:
+            return True
+        return (kind, text) in self._cache or _fault_key(kind, text) in self._faults
+
+    def try_compile(self, kind: str, text: str) -> Any:
+        """A new matcher, or a ValueError that says what is wrong. For any thread: the caches stay as they are."""
+        try:
+            return self._new_matcher(kind, text)
+        except ValueError as error:
+            return error
+        except (
+            Exception
+        ) as error:  # of llguidance or its converters, about a text that a client chose
+            return ValueError(f"{kind}: cannot be compiled: {type(error).__name__}: {error}")
+
+    def take_over(self, kind: str, text: str, result: Any) -> None:
+        """Keep what ``try_compile`` returned, also if it is an error."""
+        if isinstance(result, ValueError):
+            self._faults[_fault_key(kind, text)] = str(result)
+            if len(self._faults) > MAX_CACHED_FAULTS:
+                self._faults.popitem(last=False)
+            return
+        self._cache[kind, text] = result
+        if len(self._cache) > MAX_CACHED_GRAMMARS:
+            self._cache.popitem(last=False)
+
+    def _load_table(self, llguidance: ModuleType) -> Any:
+        if self._table is None:
+            assert self._tokenizer is not None
+            path = self._tokenizer.path
+            self._table = _vocabulary(llguidance, path, self._vocab_size, self._end_ids)
+        return self._table
+
+    def _new_matcher(self, kind: str, text: str) -> Any:
         llguidance = _llguidance(kind)
         try:
-            if self._table is None:
-                self._table = _vocabulary(
-                    llguidance, tokenizer_file, self._vocab_size, self._end_ids
-                )
+            table = self._load_table(llguidance)
             grammar = _grammar(llguidance, kind, text)
         except ValueError as error:
             raise ValueError(f"{kind}: {error}") from error
-        matcher = llguidance.LLMatcher(self._table, grammar, log_level=0)
+        matcher = llguidance.LLMatcher(table, grammar, log_level=0)
         if matcher.is_error():
             raise ValueError(f"{kind}: {_first_lines(matcher.get_error())}")
         return matcher
+
+
+def _fault_key(kind: str, text: str) -> bytes:
+    return hashlib.blake2b(f"{kind} {text}".encode("utf-8", "surrogatepass")).digest()
 
 
 def _llguidance(kind: str) -> ModuleType:

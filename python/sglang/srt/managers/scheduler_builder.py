@@ -56,6 +56,7 @@ class BuiltEngine:
     plan: MemoryPlan
     info: dict
     host_tier: HierarchicalCache | None
+    grammars: GrammarCompiler
 
     def close(self) -> None:
         """Finish writes of the host tier; nothing runs afterwards."""
@@ -99,6 +100,7 @@ def build_engine(args: ServerArgs, send: Send, *, device_steps: bool | None = No
     if drafter is not None:
         info |= {"speculative_accept_rule": accept_rule.name, **simulated_info()}
     tokenizer = _load_tokenizer(args)
+    grammars = _grammars(args, model_config, tokenizer)
     metrics = SchedulerMetrics(
         memory,
         decode_log_interval=args.decode_log_interval,
@@ -126,7 +128,7 @@ def build_engine(args: ServerArgs, send: Send, *, device_steps: bool | None = No
             decode=None if tokenizer is None else tokenizer.decode,
             random_seed=args.random_seed,
             use_priority=args.enable_priority_scheduling,
-            grammars=_grammars(args, model_config, tokenizer),
+            grammars=grammars,
         ),
         metrics=metrics,
         max_queued_requests=args.max_queued_requests,
@@ -135,7 +137,7 @@ def build_engine(args: ServerArgs, send: Send, *, device_steps: bool | None = No
         send=send,
         internal_state=lambda: info if host is None else info | {"hicache": host.stats()},
     )
-    return BuiltEngine(scheduler, worker, runner, memory, pools, plan, info, host)
+    return BuiltEngine(scheduler, worker, runner, memory, pools, plan, info, host, grammars)
 
 
 def _log_plan(plan: MemoryPlan, model_config: ModelConfig) -> None:

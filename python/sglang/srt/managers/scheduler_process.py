@@ -29,6 +29,8 @@ from sglang.srt.mem_cache.plan_inputs import MemoryPlanError
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 200
+COMPILE_POLL_MS = 2
+"""While a request waits for its grammar and nothing runs."""
 INTEGRITY_CHECK_S = 5.0
 """Least time between two checks of the pools' books; a check walks the whole prefix tree."""
 
@@ -94,11 +96,17 @@ class Channel:
 
 def _serve(raw_args: dict, channel: Channel) -> int:
     # torch is imported here, after the environment is set and the channel can report failures.
+    from sglang.srt.managers.intake import Intake
     from sglang.srt.managers.scheduler_builder import build_engine
     from sglang.srt.server_args import ServerArgs
 
-    engine = build_engine(ServerArgs.from_resolved_dict(raw_args), channel.send)
+    args = ServerArgs.from_resolved_dict(raw_args)
+    engine = build_engine(args, channel.send)
+    engine.grammars.prepare()
     scheduler = engine.scheduler
+    intake = Intake(
+        scheduler, engine.grammars, max_held=args.max_queued_requests, send=channel.send
+    )
     channel.send(ReadyOutput(info=engine.info))
     next_check = 0.0
     was_idle = True
@@ -110,8 +118,10 @@ def _serve(raw_args: dict, channel: Channel) -> int:
         elif was_idle and not idle:
             scheduler.metrics.note_resume()
         was_idle = idle
-        for frame in channel.drain(IDLE_POLL_MS if idle else 0):
-            scheduler.handle(decode_to_scheduler(frame))
+        idle_wait = COMPILE_POLL_MS if intake.is_waiting else IDLE_POLL_MS
+        for frame in channel.drain(idle_wait if idle else 0):
+            intake.handle(decode_to_scheduler(frame))
+        intake.hand_over()
         scheduler.step()
     engine.close()
     return 0
