@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sglang.kernels.ops.attention.fla import gdn_prefill, prefill_kernels
 from sglang.kernels.ops.attention.fla.fused_gdn_gating import fused_gdn_gating
-from sglang.kernels.ops.attention.fla.prefill_plan import plan_prefill
+from sglang.kernels.ops.attention.fla.prefill_plan import PrefillTokens, plan_prefill
 from sglang.kernels.ops.attention.paged.op import paged_attention
 from sglang.kernels.ops.fused.rows import rms_norm
 from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_fn
@@ -140,7 +140,7 @@ def stages(
     packed = draw(total, conv_dim)
     widths = (g.key_heads * dim, g.key_heads * dim, g.value_heads * dim)
     parts = (t.unflatten(-1, (-1, dim)) for t in packed.split(widths, dim=-1))
-    tokens = gdn_prefill.PrefillTokens(*parts, gates[1], biases[0], gates[0], biases[1])
+    tokens = PrefillTokens(*parts, gates[1], biases[0], gates[0], biases[1])
     plan = plan_prefill(LENGTHS, [-1, 21, 64, 70, 256], device)
     dests = torch.tensor([-1, 6, 7, 8, 9], device=device)
     pool = torch.zeros(2 * len(LENGTHS), g.value_heads, dim, dim, device=device)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from sglang.kernels import triton_support
-from sglang.kernels.ops.attention.fla.gdn_prefill import (
+from sglang.kernels.ops.attention.fla.gdn_prefill import chunked_rule_torch, gdn_prefill
+from sglang.kernels.ops.attention.fla.prefill_plan import (
+    PrefillPlan,
     PrefillTokens,
-    chunked_rule_torch,
-    gdn_prefill,
+    plan_prefill,
 )
-from sglang.kernels.ops.attention.fla.prefill_plan import PrefillPlan, plan_prefill
 from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_fn, causal_conv1d_update
 from sglang.test.gdn_reference import GdnInputs, GdnTrace, gdn_reference
 

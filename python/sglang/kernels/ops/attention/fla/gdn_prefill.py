@@ -7,42 +7,19 @@ bits depend on its own rows, its start state and its cut, not on what else is in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from sglang.kernels import triton_support
 from sglang.kernels.ops.attention.fla.chunk_delta_h import CHUNK_SIZE
 from sglang.kernels.ops.attention.fla.fused_gdn_gating import fused_gdn_gating
-from sglang.kernels.ops.attention.fla.prefill_launch import (
-    PrefillTiles,
-    launch_options,
-    prefill_tiles,
-)
-from sglang.kernels.ops.attention.fla.prefill_plan import PrefillPlan
+from sglang.kernels.ops.attention.fla.prefill_launch import PrefillTiles, prefill_tiles
+from sglang.kernels.ops.attention.fla.prefill_plan import PrefillPlan, PrefillTokens
 
 if triton_support.AVAILABLE:
-    from sglang.kernels.ops.attention.fla import prefill_kernels
+    from sglang.kernels.ops.attention.fla import prefill_call
 
 _MIN_HEAD_DIM = 16
-
-
-@dataclass(frozen=True)
-class PrefillTokens:
-    """Packed prompts of one layer: q, k [T, H, K], v [T, HV, V], not normalised, any token and head stride;
-    a, b [T, HV] raw gates, any token stride; A_log, dt_bias [HV]."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
-    A_log: torch.Tensor
-    dt_bias: torch.Tensor
-
-    def rows(self, low: int, high: int) -> PrefillTokens:
-        q, k, v, a, b = (x[low:high] for x in (self.q, self.k, self.v, self.a, self.b))
-        return PrefillTokens(q, k, v, a, b, self.A_log, self.dt_bias)
 
 
 def normalise(x: torch.Tensor) -> torch.Tensor:
@@ -175,90 +152,8 @@ def gdn_prefill(
         return _prefill_torch(x, pool, slots, plan, scale, track_dests)
     out = torch.empty(x.v.shape, dtype=x.q.dtype, device=x.q.device)
     if plan.num_rows:
-        _launch(x, pool, slots, plan, scale, track_dests, tiles, out)
+        tiles = tiles or prefill_tiles(x.q.element_size())
+        scratch = prefill_call.PrefillScratch.allocate(x, plan)
+        prefill_call.run_chunks(x, plan, scratch, tiles, scale)
+        prefill_call.run_states(x, plan, scratch, tiles, pool, slots, track_dests, out)
     return out
-
-
-def _launch(
-    x: PrefillTokens,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    plan: PrefillPlan,
-    scale: float,
-    track_dests: torch.Tensor | None,
-    tiles: PrefillTiles | None,
-    out: torch.Tensor,
-) -> None:
-    """Both kernels. Scratch is a block per chunk and value head, so that only prompts' rows need masks."""
-    heads, dim_k = x.q.shape[1:]
-    value_heads, dim_v = x.v.shape[1:]
-    tiles = tiles or prefill_tiles(x.q.element_size())
-    num_chunks = plan.chunks.shape[0]
-    blocks = (num_chunks, value_heads)
-    w = x.q.new_empty(*blocks, CHUNK_SIZE, dim_k)
-    u = x.q.new_empty(*blocks, dim_v, CHUNK_SIZE)
-    attn = x.q.new_empty(*blocks, CHUNK_SIZE, CHUNK_SIZE)
-    coef = torch.empty(2, *blocks, CHUNK_SIZE, dtype=torch.float32, device=x.q.device)
-    q_coef, k_coef = coef.unbind()
-    decay = torch.empty(blocks, dtype=torch.float32, device=x.q.device)
-    shape = {
-        "HV": value_heads,
-        "GROUP": value_heads // heads,
-        "K": dim_k,
-        "V": dim_v,
-        "C": CHUNK_SIZE,
-        "DOT": tiles.dot_precision,
-    }
-    chunk, state = tiles.chunk, tiles.state
-    prefill_kernels.prefill_chunk_kernel[(num_chunks, value_heads // chunk.heads)](
-        x.q,
-        x.k,
-        x.v,
-        x.a,
-        x.b,
-        x.A_log,
-        x.dt_bias,
-        w,
-        u,
-        attn,
-        q_coef,
-        k_coef,
-        decay,
-        plan.chunks,
-        scale,
-        x.a.stride(0),
-        x.b.stride(0),
-        *x.q.stride()[:2],
-        *x.k.stride()[:2],
-        *x.v.stride()[:2],
-        **shape,
-        HEADS=chunk.heads,
-        BASE=chunk.base,
-        SOLVE=chunk.solve_precision,
-        BLOCK_D=min(chunk.block_d, dim_k, dim_v),
-        **launch_options(chunk),
-    )
-    block_v = min(state.block_v, dim_v)
-    prefill_kernels.prefill_state_kernel[(dim_v // block_v, value_heads, len(plan.lengths))](
-        x.q,
-        x.k,
-        w,
-        u,
-        attn,
-        q_coef,
-        k_coef,
-        decay,
-        out,
-        pool,
-        slots,
-        track_dests,
-        plan.requests,
-        pool.shape[0],
-        pool.stride(0),
-        *x.q.stride()[:2],
-        *x.k.stride()[:2],
-        **shape,
-        BV=block_v,
-        HAS_DESTS=track_dests is not None,
-        **launch_options(state),
-    )

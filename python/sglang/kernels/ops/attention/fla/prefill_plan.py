@@ -1,4 +1,4 @@
-"""How packed prompts are cut into chunks; made once per forward call, on the host, and uploaded once."""
+"""Packed prompts, and how they are cut into chunks: once per forward call, on the host, with one upload."""
 
 from __future__ import annotations
 
@@ -11,6 +11,24 @@ from sglang.kernels.ops.attention.fla.chunk_delta_h import CHUNK_SIZE
 
 REQUEST_FIELDS = 4
 CHUNK_FIELDS = 2
+
+
+@dataclass(frozen=True)
+class PrefillTokens:
+    """Packed prompts of one layer: q, k [T, H, K], v [T, HV, V], not normalised, any token and head stride;
+    a, b [T, HV] raw gates, any token stride; A_log, dt_bias [HV]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+    def rows(self, low: int, high: int) -> PrefillTokens:
+        q, k, v, a, b = (x[low:high] for x in (self.q, self.k, self.v, self.a, self.b))
+        return PrefillTokens(q, k, v, a, b, self.A_log, self.dt_bias)
 
 
 @dataclass(frozen=True)

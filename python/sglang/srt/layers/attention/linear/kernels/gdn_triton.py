@@ -10,8 +10,8 @@ from sglang.kernels.ops.attention.fla.fused_recurrent import (
 from sglang.kernels.ops.attention.fla.fused_sigmoid_gating_recurrent import (
     fused_sigmoid_gating_delta_rule_update,
 )
-from sglang.kernels.ops.attention.fla.gdn_prefill import PrefillTokens, gdn_prefill
-from sglang.kernels.ops.attention.fla.prefill_plan import PrefillPlan
+from sglang.kernels.ops.attention.fla.gdn_prefill import gdn_prefill
+from sglang.kernels.ops.attention.fla.prefill_plan import PrefillPlan, PrefillTokens
 from sglang.srt.layers.attention.linear.kernels.kernel_base import LinearAttnKernelBase
 
 
