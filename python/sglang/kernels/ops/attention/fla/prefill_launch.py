@@ -5,7 +5,7 @@ Values are guesses from tile arithmetic until ``benchmark/gdn_prefill`` holds a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,8 +74,22 @@ _SINGLE = PrefillTiles(
 )
 
 
+# 64 KB of shared memory hold one stage, and AMD has no tf32 everywhere.
+_AMD_HALF = replace(
+    _HALF,
+    chunk=replace(_HALF.chunk, solve_precision="ieee"),
+    state=replace(_HALF.state, num_stages=1),
+    dot_precision="ieee",
+)
+_AMD_SINGLE = replace(
+    _SINGLE, chunk=replace(_SINGLE.chunk, solve_precision="ieee"), dot_precision="ieee"
+)
+
+
 def prefill_tiles(element_bytes: int) -> PrefillTiles:
-    """Chosen by the width of the activations alone, so that a batch cannot change a request's bits."""
+    """Chosen by the maker and the width of the activations alone, so that a batch cannot change a request's bits."""
+    if torch.version.hip is not None:
+        return _AMD_SINGLE if element_bytes > 2 else _AMD_HALF
     return _SINGLE if element_bytes > 2 else _HALF
 
 
