@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -124,6 +125,12 @@ def test_nobody_answers(capsys):
     words = ["--port", str(find_free_port()), "--dataset-name", "random-ids", *SMALL]
     assert main([*words, "--ready-check-timeout-sec", "0.2"]) == 1
     assert "no server answers at http://127.0.0.1:" in capsys.readouterr().err
+
+
+def test_other_clients_find_the_tokenizer(server):
+    """Catches the bundled name where clients expect something that a tokenizer library can load."""
+    path = Path(server.get("/model_info")["tokenizer_path"])
+    assert (path / "tokenizer.json").is_file()
 
 
 def test_one_batch(tmp_path, capsys):

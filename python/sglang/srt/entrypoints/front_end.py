@@ -7,6 +7,7 @@ import logging
 import time
 from typing import Any
 
+from sglang.bundled import resolve_model_path
 from sglang.srt.entrypoints.placement import place
 from sglang.srt.entrypoints.replicas import ReplicaClient
 from sglang.srt.entrypoints.scheduler_client import SCHEDULER_MODULE, SchedulerClient
@@ -215,10 +216,10 @@ class FrontEnd:
         return int(self.manager.info.get("context_length", self.config.context_length))
 
     def model_info(self) -> dict[str, Any]:
-        """What the model is and how it is called."""
+        """What the model is and how it is called; the tokenizer as a folder that clients can load."""
         return {
             "model_path": self.config.model_path,
-            "tokenizer_path": self.config.tokenizer_path,
+            "tokenizer_path": resolve_model_path(self.config.tokenizer_path),
             "served_model_name": self.config.served_model_name,
             "is_generation": True,
             "preferred_sampling_params": self.config.sampling_defaults or None,
