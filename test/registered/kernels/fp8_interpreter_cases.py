@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sglang.kernels import triton_support
+from sglang.kernels.ops.fused.rows import silu_mul_quantized
 from sglang.kernels.ops.quantization import launch
 from sglang.kernels.ops.quantization.fp8 import (
+    block_scaled_gated,
     block_scaled_linear,
     quantize,
     quantize_activations,
@@ -102,6 +106,23 @@ def test_rows_quantised_before_give_the_same_product(tile):
     want = block_scaled_linear(x, weight, scale, tile=tile)
     assert torch.equal(block_scaled_linear(quantize(x), weight, scale, tile=tile), want)
     assert not torch.equal(block_scaled_linear(quantize(x.flip(0)), weight, scale, tile=tile), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["parts", "descriptors"])
+def test_gating_inside_the_product_gives_the_bits_of_three_launches(name, dtype):
+    """Gate and up exchanged, a scale of the other half, a product that is not rounded before the gate."""
+    tile = replace(TILES[name], block_n=256)
+    weight, scale = (t.to(DEVICE) for t in weight_of(768, 256))
+    x = draw(70, 256).to(DEVICE, dtype)
+    got = block_scaled_gated(x, weight, scale, tile=tile)
+    want = silu_mul_quantized(block_scaled_linear(x, weight, scale, tile=tile))
+    assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
+    assert torch.equal(got.scale, want.scale) and got.dtype == dtype
+    turned = torch.cat([weight[384:], weight[:384]])
+    assert not torch.equal(block_scaled_gated(x, turned, scale, tile=tile).scale, want.scale)
+    with pytest.raises(ValueError, match="halves of 192 rows share a scale block"):
+        block_scaled_gated(x, weight[:384], scale[:3], tile=tile)
 
 
 def test_no_rows_and_wrong_scales():

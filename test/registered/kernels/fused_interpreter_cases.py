@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from sglang.kernels import triton_support
+from sglang.kernels.ops.fused.narrow import NarrowTile, narrow_linear
 from sglang.kernels.ops.fused.rows import (
     add_rms_norm,
     gated_rms_norm,
@@ -24,11 +25,15 @@ from sglang.kernels.ops.quantization.rows import QuantizedRows
 
 DEVICE = torch.device("cpu" if triton_support.INTERPRETING else "cuda")
 EPS = 1e-6
+NARROW = NarrowTile(block_m=32, block_n=16, block_k=128, num_warps=4, num_stages=2)
 CLOSE = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2},  # one rounding against two or three
 }
 DTYPES = pytest.mark.parametrize("dtype", list(CLOSE), ids=["fp32", "bf16"])
+DOT_DTYPES = list(CLOSE)[
+    : 1 if triton_support.INTERPRETING else 2
+]  # it multiplies bf16 as integers
 
 
 def draw(*shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
@@ -157,6 +162,25 @@ def test_rows_that_hold_nan_leave_the_others_alone():
             one, other = (getattr(r.quantized, name)[row] for r in (clean, dirty))
             assert torch.equal(one.float(), other.float())
     assert not torch.equal(clean.as_plain()[2], dirty.as_plain()[2])
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 9, 64), (37, 40, 200), (20, 264, 256)])
+def test_narrow_linear(dtype, rows, columns, depth):
+    """A lost remainder of M, N or K; rows of another stride; a row that depends on its batch."""
+    x, weight = (
+        draw(rows, depth + 8, dtype=dtype)[:, :depth],
+        draw(columns, depth, seed=1, dtype=dtype),
+    )
+    got = narrow_linear(x, weight, tile=NARROW)
+    want = (x.float() @ weight.float().t()).to(dtype)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=depth**0.5 * 2e-2)
+    if dtype is torch.float32:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    alone = narrow_linear(x[-1:], weight, tile=NARROW)
+    assert torch.equal(alone[0], got[-1])
+    torch.testing.assert_close(narrow_linear(x, weight), got, rtol=2e-2, atol=depth**0.5 * 2e-2)
+    assert not torch.allclose(got, want.roll(1, 1), rtol=2e-2, atol=depth**0.5 * 2e-2)
 
 
 def test_no_rows():

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sglang.kernels import triton_support
+from sglang.kernels.ops.fused.rows import silu_mul_quantized
 from sglang.kernels.ops.moe import launch
-from sglang.kernels.ops.moe.experts import combine, run_experts
+from sglang.kernels.ops.moe.experts import (
+    ExpertRows,
+    combine,
+    grouped_gated,
+    grouped_linear,
+    run_experts,
+)
 from sglang.kernels.ops.moe.route import route
 from sglang.kernels.ops.moe.sort import order_by_expert
 from sglang.test.checkpoints.quantize import dequantize_blockwise, quantize_blockwise
@@ -19,7 +28,11 @@ TILES = {
     "rows_first": launch.ExpertTile(16, 32, 32, 4, 2, weights_first=False, scales_ahead=True),
     "parts": launch.ExpertTile(16, 64, 32, 4, 2, weights_first=False, parts=2, descriptors=True),
 }
-TILES = {name: launch.ExpertTiles.both(tile) for name, tile in TILES.items()}
+TILES = {name: launch.ExpertTiles(tile, tile) for name, tile in TILES.items()}
+GATED = {
+    "few": launch.ExpertTile(16, 256, 128, 4, 2, weights_first=True, parts=2),
+    "many": launch.ExpertTile(16, 256, 128, 4, 2, weights_first=False, parts=2, descriptors=True),
+}
 EVERY_TILE = pytest.mark.parametrize("tiles", list(TILES.values()), ids=list(TILES))
 
 
@@ -178,6 +191,33 @@ def test_fp8_experts_agree_with_the_dequantised_ones(tiles):
     assert ((got - want).norm() / want.norm()) < bound
     mixed = experts_reference(x, weights, chosen.flip(1), gate_up, down)
     assert ((mixed - want).norm() / want.norm()) > 2 * bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile", list(GATED.values()), ids=list(GATED))
+def test_gating_inside_the_product_gives_the_bits_of_three_launches(tile, dtype):
+    """Gate and up exchanged, a scale of the other half, a product that is not rounded before the gate."""
+    x, weights, chosen, gate_up, _ = expert_case(9, experts=5, size=256, inner=256)
+    chosen = chosen % 4
+    parts = [quantize_blockwise(one, torch.float32) for one in gate_up]
+    weight, scale = (torch.stack(side).to(DEVICE) for side in zip(*parts, strict=True))
+    x = x.to(DEVICE, dtype)
+    rows = ExpertRows(order_by_expert(chosen.to(DEVICE), 4, 16), 18, 2, 9)
+    got = grouped_gated(x, weight, scale, rows, tile)
+    want = silu_mul_quantized(grouped_linear(x, weight, scale, rows, tile, x_by_pair=False))
+    assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
+    assert torch.equal(got.scale, want.scale) and got.dtype == dtype
+    turned = torch.cat([weight[:, 256:], weight[:, :256]], 1)
+    other = grouped_gated(x, turned, scale, rows, tile)
+    assert not torch.equal(other.scale, want.scale)
+
+
+def test_tiles_that_cannot_work_together_are_refused():
+    few = GATED["few"]
+    with pytest.raises(ValueError, match="tiles of 16 and 32 rows"):
+        launch.ExpertTiles(few, replace(few, block_m=32))
+    with pytest.raises(ValueError, match="2 parts of 128 columns, not 1 parts of 256"):
+        launch.ExpertTiles(replace(few, parts=1), few, gated=True)
 
 
 def test_shared_expert_is_gated_and_added():

@@ -26,13 +26,16 @@ def test_kernels_agree_with_the_reference_on_the_gpu():
 def test_product_compiles_for_hopper_into_fp8_instructions():
     """A tile that does not fit the chip, or a product that is widened to 16 bits first."""
     pytest.importorskip("triton", reason="Triton is not installed")
+    import triton.language as tl
+
     from sglang.kernels.ops.quantization import launch
     from sglang.kernels.ops.quantization.fp8_kernels import block_scaled_gemm_kernel
     from sglang.test.compile_kernels import compile_for_hopper
 
     tiles = [launch.dense_tile(*shape) for shape in ((4, 2048), (100, 12288), (8192, 12288))]
     tiles.append(launch.GemmTile(128, 256, 8, 3, parts=2, descriptors=True, scales_ahead=True))
-    for tile in set(tiles):
+    gated = [launch.gated_tile(rows) for rows in (100, 8192)]
+    for tile, is_gated in {(t, False) for t in tiles} | {(t, True) for t in gated}:
         part = tile.block_n // tile.parts
         kinds = [
             f"tensordesc<fp8e4nv[{rows}, 128]>" if tile.descriptors else "*fp8e4nv"
@@ -41,7 +44,8 @@ def test_product_compiles_for_hopper_into_fp8_instructions():
         ptx = compile_for_hopper(
             block_scaled_gemm_kernel,
             pointers=dict(zip(("x", "w"), kinds, strict=True))
-            | {"p_x_scale": "*fp32", "p_w_scale": "*fp32", "p_out": "*bf16"},
+            | dict.fromkeys(("p_x_scale", "p_w_scale", "p_out_scale"), "*fp32")
+            | {"p_out": "*fp8e4nv" if is_gated else "*bf16"},
             constants={
                 "BLOCK_M": tile.block_m,
                 "BLOCK_N": part,
@@ -52,6 +56,8 @@ def test_product_compiles_for_hopper_into_fp8_instructions():
                 "DESCRIPTORS": tile.descriptors,
                 "WEIGHTS_FIRST": tile.weights_first,
                 "SCALE_STAGES": tile.num_stages if tile.scales_ahead else None,
+                "GATED": is_gated,
+                "ROUND_TO": tl.bfloat16,
             },
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,

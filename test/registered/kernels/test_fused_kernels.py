@@ -39,6 +39,28 @@ def test_kernels_compile_for_hopper():
     assert ".target sm_90" in ptx and ".entry" in ptx
 
 
+def test_narrow_linear_compiles_for_hopper():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.fused import narrow
+    from sglang.kernels.ops.fused.narrow_kernel import narrow_linear_kernel
+    from sglang.test.compile_kernels import compile_for_hopper
+
+    tile = narrow.TILE
+    ptx = compile_for_hopper(
+        narrow_linear_kernel,
+        pointers=dict.fromkeys(("p_x", "p_w", "p_out"), "*bf16"),
+        constants={
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "EVEN_K": True,
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    assert "mma" in ptx and "cp.async" in ptx
+
+
 @pytest.mark.parametrize("quantize", [True, False])
 @pytest.mark.parametrize("kernel", ["rms_norm", "rms_norm_wide", "gated_norm", "gate_mul"])
 def test_kernels_that_quantise_compile_for_hopper_into_one_layout(kernel, quantize):

@@ -23,22 +23,20 @@ def test_kernels_agree_with_the_reference_on_the_gpu():
     run_cases(__file__, "moe_interpreter_cases.py", TRITON_INTERPRET="0")
 
 
-LARGE = {"parts": 2, "descriptors": True, "scales_ahead": True, "weights_first": False}
-
-
-@pytest.mark.parametrize("kind", ["fp8", "bf16", "fp32", "large"])
+@pytest.mark.parametrize("kind", ["fp8", "bf16", "fp32", "gated"])
 @pytest.mark.parametrize("rows", [100, 8192])
 def test_grouped_product_compiles_for_hopper(kind, rows):
     """A tile that does not fit the chip, or FP8 that is widened to 16 bits first."""
     pytest.importorskip("triton", reason="Triton is not installed")
+    import triton.language as tl
+
     from sglang.kernels.ops.moe.grouped_gemm_kernel import grouped_gemm_kernel
-    from sglang.kernels.ops.moe.launch import ExpertTile, expert_tiles
+    from sglang.kernels.ops.moe.launch import expert_tiles
     from sglang.test.compile_kernels import compile_for_hopper
 
-    fp8 = kind in ("fp8", "large")
-    tile = expert_tiles(rows, 4 if kind == "fp32" else 2, fp8=fp8).up
-    if kind == "large":
-        tile = ExpertTile(128, 256, 128, 8, 3, **LARGE)
+    fp8, gated = kind in ("fp8", "gated"), kind == "gated"
+    tiles = expert_tiles(rows, 4 if kind == "fp32" else 2, fp8=fp8)
+    tile = tiles.up if gated or not fp8 else tiles.down
     part = tile.block_n // tile.parts
     element = "*fp8e4nv" if fp8 else f"*{kind}"
     scale = "*fp32" if fp8 else element
@@ -49,13 +47,14 @@ def test_grouped_product_compiles_for_hopper(kind, rows):
             "w": f"tensordesc<fp8e4nv[{part}, 128]>" if tile.descriptors else element,
             "p_x_scale": scale,
             "p_w_scale": scale,
-            "p_out": "*fp32" if kind == "fp32" else "*bf16",
+            "p_out": {"fp32": "*fp32", "gated": "*fp8e4nv"}.get(kind, "*bf16"),
+            "p_out_scale": "*fp32",
             "p_pairs": "*i32",
             "p_tile_experts": "*i32",
         },
         constants={
             "TOP_K": 8,
-            "X_BY_PAIR": rows == 100,
+            "X_BY_PAIR": not gated,
             "FP8": fp8,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": part,
@@ -65,6 +64,8 @@ def test_grouped_product_compiles_for_hopper(kind, rows):
             "DESCRIPTORS": tile.descriptors,
             "WEIGHTS_FIRST": tile.weights_first,
             "SCALE_STAGES": tile.num_stages if tile.scales_ahead else None,
+            "GATED": gated,
+            "ROUND_TO": tl.bfloat16,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

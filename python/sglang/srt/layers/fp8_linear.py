@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sglang.kernels import triton_support
-from sglang.kernels.ops.quantization.fp8 import block_scaled_linear
+from sglang.kernels.ops.fused.narrow import narrow_linear
+from sglang.kernels.ops.quantization.fp8 import block_scaled_gated, block_scaled_linear
 from sglang.kernels.ops.quantization.rows import (
     FP8_DTYPE,
     GROUP,
@@ -60,9 +61,13 @@ class FP8Linear(nn.Module):
         y = block_scaled_linear(x, self.weight, self.weight_scale)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
+    def gated(self, x: Tensor | QuantizedRows) -> QuantizedRows:
+        """``silu(first half) * second half`` of the result, [T, out / 2]; for maps without a bias."""
+        return block_scaled_gated(x, self.weight, self.weight_scale)
+
 
 class PartlyFP8Linear(nn.Module):
-    """Rows of one projection of which the first ``quantized_rows`` are FP8 and the rest is not."""
+    """Rows of one projection of which the first ``quantized_rows`` are FP8 and the rest, a few, are not."""
 
     def __init__(
         self,
@@ -87,7 +92,8 @@ class PartlyFP8Linear(nn.Module):
             total += rows[count]
             count += 1
         first = self.quantized(x.best()).split(list(rows[:count]), dim=-1)
-        return (*first, *self.plain(x.as_plain()).split(list(rows[count:]), dim=-1))
+        last = narrow_linear(x.as_plain(), self.plain.weight)
+        return (*first, *last.split(list(rows[count:]), dim=-1))
 
 
 def make_linear(

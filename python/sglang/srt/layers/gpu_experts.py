@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sglang.kernels.ops.fused.narrow import narrow_linear
 from sglang.kernels.ops.moe.experts import run_experts
 from sglang.kernels.ops.moe.route import route
 from sglang.kernels.ops.quantization.rows import FP8_DTYPE, NormedRows, num_groups
@@ -98,7 +99,7 @@ class GpuSparseMoE(nn.Module):
 
     def forward(self, x: NormedRows) -> Tensor:
         """[T, H] -> [T, H]."""
-        scores = self.router(x.as_plain())
+        scores = narrow_linear(x.as_plain(), self.router.weight)
         count = self.num_experts
         logits, gate = scores[:, :count], scores[:, count : count + 1]
         weights, chosen = route(logits, self.top_k, renormalise=self.norm_topk_prob)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.kernels.ops.quantization.group_quant import quantize_groups
+from sglang.kernels.ops.quantization.group_quant import quantize_groups, silu_product
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def rms_norm_kernel(
         store_quantized(p_q, p_to, x, at, inside, group_ok, p_x.dtype.element_ty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_items",))
 def gated_norm_kernel(
     p_o,
     p_z,
@@ -170,7 +170,7 @@ def norm_rope_kernel(
     tl.store(p_to, turned.to(p_out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_items",))
 def gate_mul_kernel(
     p_x,
     p_gate,
@@ -206,7 +206,7 @@ def gate_mul_kernel(
     p_from = p_gate + row * stride_gt + head * stride_gh + start
     gate = tl.load(p_from[:, None] + within[None, :], mask=inside, other=0.0).to(tl.float32)
     if SILU:
-        product = gate / (1.0 + tl.exp(-gate)) * x
+        product = silu_product(gate, x)
     else:
         product = x / (1.0 + tl.exp(-gate))
     rounded = product.to(p_x.dtype.element_ty)

@@ -11,12 +11,19 @@ from sglang.kernels import triton_support
 from sglang.kernels.ops.fused.rows import silu_mul, silu_mul_quantized
 from sglang.kernels.ops.moe.launch import ExpertTile, ExpertTiles, expert_tiles
 from sglang.kernels.ops.moe.sort import ExpertOrder, order_by_expert
-from sglang.kernels.ops.quantization.fp8 import check_block_scales, descriptor_of, quantize
+from sglang.kernels.ops.quantization.fp8 import (
+    can_gate,
+    check_block_scales,
+    descriptor_of,
+    quantize,
+)
+from sglang.kernels.ops.quantization.launch import check_gated
 from sglang.kernels.ops.quantization.rows import GROUP, QuantizedRows
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.moe.grouped_gemm_kernel import grouped_gemm_kernel
     from sglang.kernels.ops.moe.moe_kernels import combine_kernel
+    from sglang.kernels.ops.quantization.fp8 import TRITON_TYPES
 
 _COMBINE_BLOCK = 1024
 
@@ -62,41 +69,85 @@ def grouped_linear(
     sum does not depend on other rows.
     Raises: ValueError if the scales do not fit.
     """
-    num_experts, num_columns, depth = weight.shape
-    out = torch.empty((rows.num_results, num_columns), dtype=x.dtype, device=x.device)
-    values, scale, scales = x, weight, weight
-    if weight_scale is not None:
-        check_block_scales(weight, weight_scale)
-        quantized = quantize(x) if isinstance(x, Tensor) else x
-        values, scale, scales = quantized.values, quantized.scale, weight_scale
-    fp8 = weight_scale is not None
+    out = torch.empty((rows.num_results, weight.shape[1]), dtype=x.dtype, device=x.device)
+    if weight_scale is None:
+        if isinstance(x, QuantizedRows):
+            raise ValueError(f"FP8 rows meet experts of {weight.dtype} without scales")
+        _launch(x, weight, weight, weight, out, None, rows, tile, x_by_pair, x.dtype)
+        return out
+    check_block_scales(weight, weight_scale)
+    q = quantize(x) if isinstance(x, Tensor) else x
+    _launch(q.values, q.scale, weight, weight_scale, out, None, rows, tile, x_by_pair, q.dtype)
+    return out
+
+
+def grouped_gated(
+    x: Tensor | QuantizedRows,
+    weight: Tensor,
+    weight_scale: Tensor,
+    rows: ExpertRows,
+    tile: ExpertTile,
+) -> QuantizedRows:
+    """``silu_mul_quantized`` of ``grouped_linear`` of an FP8 weight [E, 2I, K], in one launch: the same bits.
+
+    Raises: ValueError if the scales do not fit or the tile's parts are not a gate's and an up's.
+    """
+    check_block_scales(weight, weight_scale)
+    check_gated(tile.parts, tile.block_n)
+    q = quantize(x) if isinstance(x, Tensor) else x
+    inner = weight.shape[1] // 2
+    out = QuantizedRows.empty(rows.num_results, inner, dtype=x.dtype, device=x.device)
+    _launch(
+        q.values, q.scale, weight, weight_scale, out.values, out.scale, rows, tile, False, q.dtype
+    )
+    return out
+
+
+def _launch(
+    values: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    out: Tensor,
+    out_scale: Tensor | None,
+    rows: ExpertRows,
+    tile: ExpertTile,
+    x_by_pair: bool,
+    dtype: torch.dtype,
+) -> None:
+    """FP8 if ``weight_scale`` is not ``weight``; gated and quantised if there is an ``out_scale``."""
+    fp8, gated = weight_scale is not weight, out_scale is not None
+    out_scales = weight_scale if out_scale is None else out_scale
+    depth, num_columns = weight.shape[2], out.shape[1]
     parts = tile.parts if fp8 else 1
     block_n, block_k = tile.block_n // parts, GROUP if fp8 else tile.block_k
     descriptors = tile.descriptors and fp8 and depth % 16 == 0
     order = rows.order
-    grid = (rows.num_tiles * -(-num_columns // (block_n * parts)),)
+    grid = (rows.num_tiles * -(-num_columns // (block_n if gated else block_n * parts)),)
     grouped_gemm_kernel[grid](
         values,
         scale,
         descriptor_of(weight.flatten(0, 1), block_n) if descriptors else weight,
-        scales,
+        weight_scale,
         out,
+        out_scales,
         order.pairs,
         order.tile_experts,
         order.num_tiles,
         rows.num_tiles,
         rows.num_pairs,
         rows.shared_rows,
-        num_experts - 1,
+        weight.shape[0] - 1,
         num_columns,
         depth,
         values.stride(0),
         scale.stride(0),
         weight.stride(0),
         weight.stride(1),
-        scales.stride(0),
-        scales.stride(1),
+        weight_scale.stride(0),
+        weight_scale.stride(1),
         out.stride(0),
+        out_scales.stride(0),
         TOP_K=rows.top_k,
         X_BY_PAIR=x_by_pair,
         FP8=fp8,
@@ -108,10 +159,11 @@ def grouped_linear(
         DESCRIPTORS=descriptors,
         WEIGHTS_FIRST=tile.weights_first,
         SCALE_STAGES=tile.num_stages if tile.scales_ahead else None,
+        GATED=gated,
+        ROUND_TO=TRITON_TYPES[dtype],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return out
 
 
 def combine(
@@ -176,8 +228,7 @@ def run_experts(
     num_rows, top_k = chosen.shape
     if not num_rows:
         return torch.empty((0, down.shape[1]), dtype=x.dtype, device=x.device)
-    fp8 = gate_up_scale is not None
-    tiles = tiles or expert_tiles(num_rows, x.dtype.itemsize, fp8=fp8)
+    tiles = tiles or expert_tiles(num_rows, x.dtype.itemsize, fp8=gate_up_scale is not None)
     routed = gate_up.shape[0] - last_is_shared
     rows = ExpertRows(
         order_by_expert(chosen, routed, tiles.up.block_m),
@@ -185,8 +236,12 @@ def run_experts(
         top_k,
         num_rows if last_is_shared else 0,
     )
-    both = grouped_linear(x, gate_up, gate_up_scale, rows, tiles.up, x_by_pair=False)
-    inner = silu_mul_quantized(both) if fp8 else silu_mul(both)
+    inner: Tensor | QuantizedRows
+    if gate_up_scale is not None and tiles.gated and can_gate(down.shape[2]):
+        inner = grouped_gated(x, gate_up, gate_up_scale, rows, tiles.up)
+    else:
+        both = grouped_linear(x, gate_up, gate_up_scale, rows, tiles.up, x_by_pair=False)
+        inner = silu_mul(both) if gate_up_scale is None else silu_mul_quantized(both)
     parts = grouped_linear(inner, down, down_scale, rows, tiles.down, x_by_pair=True)
     if last_is_shared:
         shared = parts[rows.num_pairs :]

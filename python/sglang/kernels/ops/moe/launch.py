@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sglang.kernels.ops.quantization.launch import SMALL_ROWS
+from sglang.kernels.ops.quantization.launch import SMALL_ROWS, check_gated
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,38 @@ class ExpertTile:
 
 @dataclass(frozen=True)
 class ExpertTiles:
-    """Tiles of the gate and up projection and of the down projection; both have one ``block_m``."""
+    """Tiles of the gate and up projection and of the down projection; both have one ``block_m``.
+
+    ``gated``: an FP8 ``up`` ends in silu(gate) * up, quantised, where its halves meet at a scale block's edge.
+    Raises: ValueError if the heights differ, or ``up`` has not the parts that gating needs.
+    """
 
     up: ExpertTile
     down: ExpertTile
+    gated: bool = False
 
-    @staticmethod
-    def both(tile: ExpertTile) -> ExpertTiles:
-        return ExpertTiles(tile, tile)
+    def __post_init__(self) -> None:
+        if self.up.block_m != self.down.block_m:
+            raise ValueError(
+                f"tiles of {self.up.block_m} and {self.down.block_m} rows cannot share one order of pairs"
+            )
+        if self.gated:
+            check_gated(self.up.parts, self.up.block_n)
 
 
-_FEW = ExpertTile(16, 128, 128, num_warps=4, num_stages=4, weights_first=True)
-_MANY = ExpertTile(64, 128, 64, num_warps=4, num_stages=3, weights_first=False)
+_PLAIN_FEW = ExpertTile(16, 128, 128, num_warps=4, num_stages=4, weights_first=True)
+_PLAIN_MANY = ExpertTile(64, 128, 64, num_warps=4, num_stages=3, weights_first=False)
+
+_FP8_FEW = ExpertTiles(
+    ExpertTile(16, 256, 128, num_warps=4, num_stages=3, weights_first=True, parts=2),
+    ExpertTile(16, 128, 128, num_warps=4, num_stages=4, weights_first=True),
+    gated=True,
+)
+_FP8_MANY = ExpertTiles(
+    ExpertTile(128, 256, 128, 8, 3, weights_first=False, parts=2, descriptors=True),
+    ExpertTile(128, 256, 128, 8, 3, weights_first=False, parts=2, descriptors=True),
+    gated=True,
+)
 
 
 def expert_tiles(num_tokens: int, element_bytes: int, *, fp8: bool) -> ExpertTiles:
@@ -51,7 +71,10 @@ def expert_tiles(num_tokens: int, element_bytes: int, *, fp8: bool) -> ExpertTil
 
     Elements of 4 bytes (fp32 runs) take half the stages, or the tiles would not fit shared memory.
     """
-    tile = _FEW if num_tokens <= SMALL_ROWS else _MANY
-    if element_bytes > 2 and not fp8:
+    few = num_tokens <= SMALL_ROWS
+    if fp8:
+        return _FP8_FEW if few else _FP8_MANY
+    tile = _PLAIN_FEW if few else _PLAIN_MANY
+    if element_bytes > 2:
         tile = replace(tile, num_stages=2)
-    return ExpertTiles.both(tile)
+    return ExpertTiles(tile, tile)

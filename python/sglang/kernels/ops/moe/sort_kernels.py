@@ -14,7 +14,7 @@ def count_pairs(p_chosen, start, end, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
     return tl.histogram(tl.maximum(chosen, 0), BLOCK_E, mask=chosen >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_pairs",))
 def count_kernel(p_chosen, p_counts, num_pairs, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
     """counts[block, expert] of BLOCK consecutive pairs. Grid (blocks,)."""
     start = tl.program_id(0) * BLOCK
@@ -22,7 +22,7 @@ def count_kernel(p_chosen, p_counts, num_pairs, BLOCK: tl.constexpr, BLOCK_E: tl
     tl.store(p_counts + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_pairs", "num_tiles", "num_blocks"))
 def place_kernel(
     p_chosen,
     p_counts,

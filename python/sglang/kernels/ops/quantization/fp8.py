@@ -10,17 +10,26 @@ from sglang.kernels.ops.quantization.launch import (
     QUANTIZE_GROUPS,
     QUANTIZE_WARPS,
     GemmTile,
+    check_gated,
     dense_tile,
+    gated_tile,
 )
 from sglang.kernels.ops.quantization.rows import GROUP, QuantizedRows, num_groups
 
 if triton_support.AVAILABLE:
+    import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from sglang.kernels.ops.quantization.fp8_kernels import (
         block_scaled_gemm_kernel,
         quantize_kernel,
     )
+
+    TRITON_TYPES = {
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+        torch.float32: tl.float32,
+    }
 
 
 def quantize(x: Tensor) -> QuantizedRows:
@@ -75,15 +84,61 @@ def block_scaled_linear(
     the other rows of its table.
     Raises: ValueError if the scales do not fit the weight.
     """
-    check_block_scales(weight, weight_scale)
     rows = quantize(x) if isinstance(x, Tensor) else x
-    (num_rows, depth), num_columns = rows.shape, weight.shape[0]
+    num_rows, num_columns = rows.shape[0], weight.shape[0]
     out = torch.empty((num_rows, num_columns), dtype=rows.dtype, device=rows.device)
-    if not out.numel():
-        return out
     tile = tile or dense_tile(num_rows, num_columns)
-    grid = (-(-num_rows // tile.block_m) * -(-num_columns // tile.block_n),)
+    _launch_gemm(rows, weight, weight_scale, out, None, tile)
+    return out
+
+
+def block_scaled_gated(
+    x: Tensor | QuantizedRows,
+    weight: Tensor,
+    weight_scale: Tensor,
+    *,
+    tile: GemmTile | None = None,
+) -> QuantizedRows:
+    """``silu(x G^T) * (x U^T)`` quantised, in one launch.
+
+    As ``block_scaled_linear`` of weight [2I, K], whose first half is G and second half U, then
+    ``silu_mul_quantized``: the same bits. Returns rows [M, I]; ``can_gate(I)`` must hold.
+    Raises: ValueError if the scales do not fit the weight or halves share a scale block.
+    """
+    rows = quantize(x) if isinstance(x, Tensor) else x
+    num_rows, inner = rows.shape[0], weight.shape[0] // 2
+    if not can_gate(inner):
+        raise ValueError(f"halves of {inner} rows share a scale block of {GROUP}")
+    out = QuantizedRows.empty(num_rows, inner, dtype=rows.dtype, device=rows.device)
+    tile = tile or gated_tile(num_rows)
+    _launch_gemm(rows, weight, weight_scale, out.values, out.scale, tile)
+    return out
+
+
+def can_gate(inner: int) -> bool:
+    """Whether gate and up rows of ``inner`` columns each meet at a scale block's edge."""
+    return inner % GROUP == 0
+
+
+def _launch_gemm(
+    rows: QuantizedRows,
+    weight: Tensor,
+    weight_scale: Tensor,
+    out: Tensor,
+    out_scale: Tensor | None,
+    tile: GemmTile,
+) -> None:
+    """``out_scale``: the product is gated and quantised."""
+    check_block_scales(weight, weight_scale)
+    (num_rows, depth), num_columns = rows.shape, out.shape[1]
+    if not out.numel():
+        return
+    gated = out_scale is not None
+    if gated:
+        check_gated(tile.parts, tile.block_n)
     part = tile.block_n // tile.parts
+    scales = weight_scale if out_scale is None else out_scale
+    grid = (-(-num_rows // tile.block_m) * -(-num_columns // (part if gated else tile.block_n)),)
     descriptors = tile.descriptors and depth % 16 == 0
     block_scaled_gemm_kernel[grid](
         descriptor_of(rows.values, tile.block_m) if descriptors else rows.values,
@@ -91,6 +146,7 @@ def block_scaled_linear(
         descriptor_of(weight, part) if descriptors else weight,
         weight_scale,
         out,
+        scales,
         num_rows,
         num_columns,
         depth,
@@ -99,6 +155,7 @@ def block_scaled_linear(
         weight.stride(0),
         weight_scale.stride(0),
         out.stride(0),
+        scales.stride(0),
         BLOCK_M=tile.block_m,
         BLOCK_N=part,
         PARTS=tile.parts,
@@ -108,10 +165,11 @@ def block_scaled_linear(
         DESCRIPTORS=descriptors,
         WEIGHTS_FIRST=tile.weights_first,
         SCALE_STAGES=tile.num_stages if tile.scales_ahead else None,
+        GATED=gated,
+        ROUND_TO=TRITON_TYPES[rows.dtype],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return out
 
 
 def descriptor_of(matrix: Tensor, rows: int) -> TensorDescriptor:

@@ -24,6 +24,12 @@ def round_to_e4m3(x):
 
 
 @triton.jit
+def silu_product(gate, up):
+    """silu(gate) * up of fp32 values."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def quantize_groups(x):
     """(x / scale of its group, fp32, ready to be cast to e4m3; scale) of x [groups, width] fp32.
 

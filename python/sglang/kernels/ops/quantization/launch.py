@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_GROUP = 128
+
 
 @dataclass(frozen=True)
 class GemmTile:
@@ -41,7 +43,10 @@ SMALL_ROWS = 128
 
 _SMALL = GemmTile(block_m=64, block_n=32, num_warps=4, num_stages=4)
 _SMALL_WIDE = GemmTile(block_m=64, block_n=64, num_warps=4, num_stages=4)
-_LARGE = GemmTile(block_m=128, block_n=128, num_warps=8, num_stages=3)
+_LARGE = GemmTile(128, 256, num_warps=8, num_stages=3, parts=2, group_m=16, descriptors=True)
+
+_GATED_SMALL = GemmTile(block_m=64, block_n=256, num_warps=4, num_stages=3, parts=2)
+_GATED_LARGE = _LARGE
 
 _WIDE_COLUMNS = 8192
 
@@ -51,3 +56,16 @@ def dense_tile(num_rows: int, num_columns: int) -> GemmTile:
     if num_rows > SMALL_ROWS:
         return _LARGE
     return _SMALL_WIDE if num_columns >= _WIDE_COLUMNS else _SMALL
+
+
+def gated_tile(num_rows: int) -> GemmTile:
+    """For a weight of gate and up rows: two parts of one scale block each."""
+    return _GATED_LARGE if num_rows > SMALL_ROWS else _GATED_SMALL
+
+
+def check_gated(parts: int, block_n: int) -> None:
+    """Raises: ValueError unless a tile's parts are a group of gate columns and the same of up columns."""
+    if parts != 2 or block_n != 2 * _GROUP:
+        raise ValueError(
+            f"a gated tile has 2 parts of {_GROUP} columns, not {parts} parts of {block_n} together"
+        )
