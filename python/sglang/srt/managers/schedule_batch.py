@@ -168,3 +168,14 @@ class StepResult:
     def result(self) -> StepResult:
         """A step that is over by the time it is returned."""
         return self
+
+    def of(self, index: list[int]) -> StepResult:
+        """What it produced for some of its requests."""
+        return StepResult(
+            token_ids=[self.token_ids[i] for i in index],
+            committed=[self.committed[i] for i in index],
+            tracked=[self.tracked[i] for i in index],
+            logprobs=[self.logprobs[i] for i in index],
+            input_logprobs=[self.input_logprobs[i] for i in index],
+            num_drafts=self.num_drafts,
+        )

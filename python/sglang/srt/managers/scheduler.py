@@ -101,7 +101,7 @@ class Scheduler:
         before, self._pending = self._pending, launched
         if before is not None:
             self._take_in(before)
-        if not self._overlap:
+        if not self._overlap or (launched is not None and launched.is_over):
             self._settle()
 
     def _settle(self) -> None:
@@ -193,11 +193,12 @@ class Scheduler:
         self._publish([req])
 
     def _flush(self, message: FlushCacheReqInput) -> None:
-        if not self.is_idle:
-            busy = len(self.waiting) + len(self.prefilling) + len(self.running)
+        busy = len(self.waiting) + len(self.prefilling) + len(self.running)
+        if busy:
             text = f"{busy} requests are running or queued; flush when the server is idle"
             self._send(FlushCacheReqOutput(req_id=message.req_id, success=False, message=text))
             return
+        self._settle()  # a step may still run whose requests have all ended
         done = self._memory.flush()
         self.metrics.reset_cache_counters()
         self._send(FlushCacheReqOutput(req_id=message.req_id, success=done))
@@ -246,9 +247,10 @@ class Scheduler:
 
     def _launch_decode(self) -> _Launched | None:
         width = self._worker.draft_token_num
-        if self._pending is not None and not self._can_run_ahead(width):
+        is_ahead = self._pending is not None and self._worker.can_run_ahead(self.running)
+        if not is_ahead or not self._reserve(width):
             self._settle()
-        self._make_room(width)
+            self._make_room(width)
         reqs = [r for r in self.running if not _ends_in_flight(r)]
         if not reqs:
             return None
@@ -264,25 +266,17 @@ class Scheduler:
             req.num_in_flight += 1
 
         def take_in() -> None:
-            result = step.result()
-            self._take_in_decode(reqs, result, verified=width > 1)
-            self.metrics.note_decode(self, reqs, result)
-            self._publish([r for r in reqs if r in self.running])
+            wanted = [i for i, r in enumerate(reqs) if r.finish_reason is None]
+            result, own = step.result().of(wanted), [reqs[i] for i in wanted]
+            self._take_in_decode(own, result, verified=width > 1)
+            self.metrics.note_decode(self, own, result)
+            self._publish(own)
 
-        return _Launched(reqs, take_in)
-
-    def _can_run_ahead(self, width: int) -> bool:
-        """Whether the running requests can take another step before the last one's outcome is known."""
-        reqs = self.running
-        return self._worker.can_run_ahead(reqs) and self._memory.ensure_many(
-            reqs, [_reach(r, width) for r in reqs]
-        )
+        return _Launched(reqs, take_in, is_over=isinstance(step, StepResult))
 
     def _take_in_decode(self, reqs: list[Req], result: StepResult, *, verified: bool) -> None:
         """Move requests forward by what a step produced: lengths, tracks, tokens, finish."""
         for i, req in enumerate(reqs):
-            if req.finish_reason is not None:
-                continue
             req.kv.committed_len += result.committed[i]
             if result.tracked[i] >= 0:
                 self._memory.note_track(req, result.tracked[i])
@@ -291,13 +285,16 @@ class Scheduler:
                 req.spec_correct_ct += result.committed[i] - 1
             self._append(req, result, i)
 
-    def _make_room(self, width: int) -> None:
-        """Reserve pages for one step of every running request, retracting the newest if needed."""
+    def _reserve(self, width: int) -> bool:
+        """Pages for what is in flight and one more step of every running request, or none at all."""
         reqs = self.running
-        if self._memory.ensure_many(reqs, [_reach(r, width) for r in reqs]):
+        return self._memory.ensure_many(reqs, [_reach(r, width) for r in reqs])
+
+    def _make_room(self, width: int) -> None:
+        """Reserve pages for one step, retracting the newest requests if needed; none is in flight."""
+        if self._reserve(width):
             return
-        self._settle()
-        for req in list(reqs):
+        for req in list(self.running):
             while req in self.running and not self._memory.ensure(req, _reach(req, width)):
                 victim = max(self.running, key=lambda r: (-r.priority, r.arrival))
                 self._retract(victim, self.running)
@@ -383,10 +380,14 @@ class Scheduler:
 
 @dataclass
 class _Launched:
-    """A step in flight: whose it is, and what to do once its outcome is wanted."""
+    """A step in flight: whose it is, and what to do once its outcome is wanted.
+
+    ``is_over``: the host led it, so its outcome is at hand and the device alone does not know it.
+    """
 
     reqs: list[Req]
     take_in: Callable[[], None]
+    is_over: bool = False
 
 
 def _reach(req: Req, width: int) -> int:
