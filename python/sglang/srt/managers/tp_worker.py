@@ -173,11 +173,9 @@ class PrefillStep:
         return [c.start + c.track_rows if c.track_slot >= 0 else -1 for c in self.chunks]
 
     def result(self) -> StepResult:
-        """Waits for the device only if a token was sampled or log probabilities are wanted."""
-        sampled: list[int] = []
-        if self.next_ids is not None:
-            self.fence.wait()
-            sampled = self.next_ids.tolist()
+        """Waits for the device, also where nothing was sampled: that bounds the chunks in its queue."""
+        self.fence.wait()
+        sampled = self.next_ids.tolist() if self.next_ids is not None else []
         pairs = list(zip(self.chunks, self.spans, strict=True))
         return StepResult(
             token_ids=[[sampled[i]] if c.is_last else [] for i, c in enumerate(self.chunks)],
