@@ -39,7 +39,9 @@ from sglang.srt.speculative.accept_rule import AcceptRule, VerifyRows
 from sglang.srt.speculative.device_drafter import DeviceDrafter
 from sglang.srt.speculative.drafter import Proposal
 
-_NUM_STAGES = 4
+NO_GRID = 1
+"""The track grid of an engine that stores no boundary states."""
+_NUM_STAGES = 4  # as in StepInputs
 
 
 @dataclass
@@ -73,13 +75,10 @@ class _SizedStep:
         return self._current.candidates, self._current.output.logits
 
     def _commit(self) -> Outputs:
-        if self._current is None:
+        current, self._current = self._current, None
+        if current is None:
             raise RuntimeError("a step was committed before it ran")
-        return (self._decode.commit(self._current, self.correct, self.targets),)
-
-    def forget(self) -> None:
-        """Both calls are captured: nobody reads what was between them any more."""
-        self._current = None
+        return (self._decode.commit(current, self.correct, self.targets),)
 
 
 class DeviceStep:
@@ -172,7 +171,8 @@ class DeviceDecode:
 
     def can_run_ahead(self, reqs: list[Req]) -> bool:
         """Whether their next step needs nothing of the one before it but what the device has."""
-        if not self.covers(reqs) or self._grid < 2 * self.width:
+        has_room = self._grid == NO_GRID or self._grid >= 2 * self.width
+        if not has_room or not self.covers(reqs):
             return False
         fixed = not self._accept_rule.reads_sampling
         return all(
@@ -184,9 +184,7 @@ class DeviceDecode:
     @torch.inference_mode()
     def capture(self) -> int:
         """Capture every size; the bytes it took. Requests must not run yet."""
-        for size in self._sizes.sizes:
-            self._inputs.fill(size, [], [], [], [])
-        return capture_all(self._sizes, self._calls_of, lambda size: self._step(size).forget())
+        return capture_all(self._sizes, self._calls_of)
 
     def _calls_of(self, size: int) -> tuple[GraphedCall, GraphedCall]:
         step = self._step(size)

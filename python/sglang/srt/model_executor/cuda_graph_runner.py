@@ -78,17 +78,12 @@ class GraphSizes:
         return self.sizes[at] if at < len(self.sizes) else num_requests
 
 
-def capture_all(
-    sizes: GraphSizes,
-    calls_of: Callable[[int], Sequence[GraphedCall]],
-    captured: Callable[[int], None],
-) -> int:
+def capture_all(sizes: GraphSizes, calls_of: Callable[[int], Sequence[GraphedCall]]) -> int:
     """Capture the calls of every size into one memory pool, the largest first, so that smaller ones
     reuse its memory. Returns the bytes that the graphs hold.
 
     Each size first runs once as it is: kernels compile then, which a capture does not allow. The
-    caller's inputs must be padding, so that nothing happens. ``captured`` is told of each size once
-    nothing but its outputs' addresses will be needed.
+    caller's inputs must be padding, so that nothing happens.
     """
     began, before = time.monotonic(), _reserved()
     pool = torch.cuda.graph_pool_handle()
@@ -105,7 +100,6 @@ def capture_all(
             call.capture(pool)
         for call in calls:
             call.let_go()
-        captured(size)
         if time.monotonic() - began > 5.0:
             logger.info("capturing CUDA graphs: %d of %d sizes", done + 1, len(sizes.sizes))
     used = _reserved() - before

@@ -23,6 +23,7 @@ NOBODY = -1
 FROM_DEVICE = -1
 """In place of a length or a bonus: the host does not know it yet, the device does."""
 _NUM_STAGES = 4
+"""Two would do: a step is launched when the one before the last has been waited for."""
 
 
 class RequestState:
