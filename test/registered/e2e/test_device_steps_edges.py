@@ -1,0 +1,125 @@
+"""What happens to a step that is in flight: requests aborted in it, a flush behind it, prompts before it."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.srt.managers.io_struct import FlushCacheReqInput
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.engine_harness import InProcessEngine
+
+register_cpu_ci(est_time=15, suite="e2e")
+
+TEXT = [(i * 37 + 11) % 3000 + 20 for i in range(600)]
+PROMPTS = [TEXT[i * 40 : i * 40 + 30 + 9 * i] for i in range(4)]
+AHEAD = {"device_steps": True, "disable_overlap_schedule": False, "mamba_track_interval": 64}
+HOST = {"device_steps": False}
+REJECTION = {"speculative_algorithm": "NEXTN", "speculative_use_rejection_sampling": True}
+
+
+def steps_ahead(engine) -> list[int]:
+    """How many steps each request had in flight, launch by launch."""
+    worker, seen = engine.built.worker, []
+    decode = worker.decode
+
+    def watched(plan):
+        seen.append(max(r.num_in_flight for r in plan.reqs))
+        return decode(plan)
+
+    worker.decode = watched
+    return seen
+
+
+@pytest.mark.parametrize("when", (2, 5, 8))
+def test_device_continues_after_a_step_of_the_host(when):
+    """The request that needed the host is aborted while its step is not yet taken in: the device has
+    not seen that step's outcome, so continuing from what it knows repeats tokens."""
+    (want,) = InProcessEngine("demo", **HOST, **REJECTION).generate(PROMPTS[:1], max_new_tokens=40)
+    engine = InProcessEngine("demo", **AHEAD, **REJECTION)
+    ahead = steps_ahead(engine)
+    kept = engine.submit(PROMPTS[0], max_new_tokens=40)
+    drawn = engine.submit(PROMPTS[1], max_new_tokens=40, temperature=0.9, sampling_seed=3)
+    for _ in range(when):
+        engine.scheduler.step()
+    engine.abort(drawn)
+    engine.run()
+    assert engine.ids(kept) == want
+    assert max(ahead) == 1
+
+
+def test_flush_behind_the_last_step():
+    """All requests have ended, but one step more was launched: that is no reason to refuse."""
+    engine = InProcessEngine("demo", **AHEAD)
+    (plain,) = engine.generate(PROMPTS[:1], max_new_tokens=20)
+    rid = engine.submit(PROMPTS[0], max_new_tokens=20, stop_token_ids=[plain[9]])
+    while not (engine.outputs.get(rid) and engine.last(rid).finish_reason):
+        engine.scheduler.step()
+    assert not engine.scheduler.is_idle
+    engine.scheduler.handle(FlushCacheReqInput(req_id="flush"))
+    assert engine.messages[-1].success, engine.messages[-1].message
+    assert engine.scheduler.is_idle
+    stats = engine.built.memory.stats()
+    assert stats["kv_tokens_available"] == stats["kv_tokens_total"]
+    assert engine.generate(PROMPTS[:1], max_new_tokens=20) == [plain]
+
+
+def test_runs_ahead_without_a_prefix_cache():
+    """Without boundary states no grid limits how far two steps may reach."""
+    options = {"speculative_algorithm": "NEXTN", "disable_radix_cache": True}
+    engine = InProcessEngine("demo", **AHEAD, **options)
+    ahead = steps_ahead(engine)
+    want = InProcessEngine("demo", **HOST).generate(PROMPTS, max_new_tokens=30)
+    assert engine.generate(PROMPTS, max_new_tokens=30) == want
+    assert max(ahead) == 1
+
+
+def test_prompt_chunks_do_not_queue_up():
+    """No chunk but a prompt's last samples anything, yet each is waited for: two in the queue at most."""
+    engine = InProcessEngine("demo", **AHEAD, chunked_prefill_size=16)
+    worker, open_fences, most = engine.built.worker, set(), []
+    prefill = worker.prefill
+
+    def watched(plan):
+        step = prefill(plan)
+        open_fences.add(id(step.fence))
+        wait = step.fence.wait
+
+        def waited():
+            open_fences.discard(id(step.fence))
+            wait()
+
+        step.fence.wait = waited
+        most.append(len(open_fences))
+        return step
+
+    worker.prefill = watched
+    want = InProcessEngine("demo", **HOST).generate([TEXT[:200]], max_new_tokens=4)
+    assert engine.generate([TEXT[:200]], max_new_tokens=4) == want
+    assert len(most) == 13 and max(most) == 2
+
+
+def test_counters_leave_out_dropped_rows():
+    """Steps that ran for requests which had ended count for nobody."""
+    engine = InProcessEngine("demo", **AHEAD, speculative_algorithm="NEXTN")
+    plain = engine.generate(PROMPTS, max_new_tokens=30)
+    first = engine.scheduler.metrics.verify_ct
+    assert first == sum(items[-1].spec_verify_ct for items in engine.outputs.values())
+    rids = [
+        engine.submit(prompt, max_new_tokens=30, stop_token_ids=[ids[11]])
+        for prompt, ids in zip(PROMPTS, plain, strict=True)
+    ]
+    engine.run()
+    second = engine.scheduler.metrics.verify_ct - first
+    assert second == sum(engine.last(rid).spec_verify_ct for rid in rids)
+
+
+def test_nothing_is_kept_between_steps():
+    """Logits and hidden states of a step that is over: one set for every batch size is gigabytes."""
+    engine = InProcessEngine("demo", **AHEAD, speculative_algorithm="NEXTN")
+    engine.generate(PROMPTS, max_new_tokens=20)
+    sized = engine.built.worker._device_decode._steps
+    assert sized and all(step._current is None for step in sized.values())
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
