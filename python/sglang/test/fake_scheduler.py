@@ -180,8 +180,8 @@ class FakeScheduler:
             prompt_tokens=len(message.input_ids),
             completion_tokens=count,
             cached_tokens=1 if len(message.input_ids) > 4 else 0,
-            spec_verify_ct=count if self.options.width > 1 else 0,
-            spec_accepted_tokens=count if self.options.width > 1 else 0,
+            spec_verify_ct=count - 1 if self.options.width > 1 else 0,
+            spec_accepted_tokens=count - 1 if self.options.width > 1 else 0,
             queue_time_s=0.001,
         )
         if message.return_logprob:

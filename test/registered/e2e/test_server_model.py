@@ -14,6 +14,8 @@ import openai
 import pytest
 
 import sglang
+from sglang.bundled import resolve_model_path
+from sglang.srt.managers.tokenizer import Tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.front_end_case import FakeServer, is_alive
 
@@ -46,6 +48,7 @@ PROMPTS = [
     "\n\n",
 ]
 GREEDY = {"max_tokens": 40, "temperature": 0}
+TOKENIZER = Tokenizer(resolve_model_path("demo"))
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +234,60 @@ def test_forced_tool_choice_gives_a_valid_call(client, choice, is_on):
     ]
     assert pieces[0].function.name == call.function.name
     assert "".join(p.function.arguments or "" for p in pieces) == call.function.arguments
+
+
+def test_a_forced_call_that_is_cut_off_stays_a_call(client):
+    """Catches a limit on tokens that turns a call into text."""
+    body = {"model": "demo", "messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
+    body |= {"temperature": 0, **thinking(False)}
+    whole = client.chat.completions.create(**body, max_tokens=250).choices[0].message.tool_calls[0]
+    seen = set()
+    for limit in range(1, 60, 3):
+        cut = client.chat.completions.create(**body, max_tokens=limit).choices[0]
+        if cut.finish_reason != "length":
+            break
+        assert not cut.message.content
+        for call in (cut.message.tool_calls or [])[:1]:
+            assert call.function.name == whole.function.name
+            assert whole.function.arguments.startswith(call.function.arguments)
+            seen.add(call.function.arguments)
+    assert len(seen) > 1
+
+
+def test_response_format_beside_tools_leaves_room_for_calls(client):
+    """Catches a format that forbids every call, and calls that bring text outside both with them."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {
+        "type": "object",
+        "properties": {"degrees": {"type": "integer", "minimum": -40, "maximum": 60}},
+        "required": ["degrees"], "additionalProperties": False}}}  # fmt: skip
+    body = {"model": "demo", "messages": QUESTION, "tools": TOOLS, "response_format": form}
+    body |= {"temperature": 0, "max_tokens": 250}
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    brace, tag = ({"logit_bias": {str(token): 60}} for token in (TOKENIZER.encode("{")[0], 4069))
+    reply = client.chat.completions.create(**body, extra_body=extra | brace).choices[0].message
+    assert set(json.loads(reply.content)) == {"degrees"} and not reply.tool_calls
+    # A bias towards the tag must bring a call's beginning, where the format alone forbids it.
+    begun = {**body, "max_tokens": 1, "extra_body": extra | tag | {"return_token_ids": True}}
+    ids = [
+        client.chat.completions.create(**begun | more).choices[0].token_ids
+        for more in ({}, {"tool_choice": "none"})
+    ]
+    assert ids[0] == [4069] and ids[1] != [4069]
+
+
+def test_accepted_tokens_past_the_end_are_not_counted(server):
+    """Catches a last step counted in full: figures of short answers would be too good."""
+    past = 0
+    for limit in range(1, 9):
+        params = {"max_new_tokens": limit, "temperature": 0, "ignore_eos": True}
+        body = {"text": PROMPTS[0], "sampling_params": params}
+        meta = httpx.post(server.url + "/generate", json=body, timeout=60).json()["meta_info"]
+        if limit == 1:
+            assert meta["spec_verify_ct"] == 0 and "spec_accept_token_num" not in meta
+            continue
+        assert meta["spec_accept_token_num"] == limit - 1
+        past += meta["spec_accept_length"] * meta["spec_verify_ct"] > limit - 1
+    assert past, "no step went past the end, so nothing was tested"
 
 
 @pytest.mark.parametrize(("key", "status"), [("50", 200), ("S", 400)])

@@ -39,9 +39,9 @@ def test_single(server):
         "prompt_tokens": 6,
         "completion_tokens": 4,
         "cached_tokens": 1,
-        "spec_verify_ct": 4,
+        "spec_verify_ct": 3,
         "spec_accept_length": 1.0,
-        "spec_accept_token_num": 4,
+        "spec_accept_token_num": 3,
     }
 
 
@@ -125,6 +125,8 @@ def test_stop_reasons(server):
         ({"text": "a", "token_ids_logprob": [999]}, "token_ids_logprob"),
         ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": "a", "sampling_params": {"stop": ""}}, "stop"),
+        ({"text": "a", "sampling_params": {"logit_bias": {"1.5": 1}}}, "logit_bias"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )

@@ -255,6 +255,17 @@ def test_reasoning_and_tools(tmp_path, width):
         ({"stop_regex": "a"}, "stop_regex"),
         ({"logit_bias": {"9999": 1}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"1.0": 1}}, "logit_bias"),
+        ({"logit_bias": {" 1": 1}}, "logit_bias"),
+        ({"logit_bias": {"1_0": 1}}, "logit_bias"),
+        ({"logit_bias": {"\u0663": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
         ({"min_tokens": 9, "max_tokens": 2}, "min_tokens"),
         ({"best_of": 3}, "best_of"),
         ({"suffix": "x"}, "suffix"),
@@ -373,6 +384,21 @@ def test_unknown_paths_and_methods(server):
     reply = httpx.get(server.url + "/nothing")
     assert reply.status_code == 404 and reply.json()["error"]["type"] == "not_found_error"
     assert httpx.get(server.url + "/v1/completions").status_code in (404, 405)
+
+
+def test_head_answers_like_get_without_the_body(server):
+    """Catches a 405 that load balancers take for a dead server; HEAD must not flush either."""
+    paths = [
+        "/", "/health", "/ready", "/v1/models", "/server_info", "/model_info", "/metrics",
+        "/version", "/get_load", "/v1/loads", "/openapi.json",
+    ]  # fmt: skip
+    for path in paths:
+        get, head = httpx.get(server.url + path), httpx.head(server.url + path)
+        assert (head.status_code, head.content) == (get.status_code, b""), path
+        assert head.headers.get("content-type") == get.headers.get("content-type"), path
+    assert httpx.head(server.url + "/v1/models/none-such").status_code == 404
+    assert httpx.head(server.url + "/flush_cache").status_code == 405
+    assert "head" not in server.get("/openapi.json")["paths"]["/health"]
 
 
 def test_openapi_describes_the_bodies(server):

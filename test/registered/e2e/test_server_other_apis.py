@@ -192,13 +192,41 @@ def test_responses_history(server):
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"conversation": "x"}, "conversation"),
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": "x" * 999}, "input"),
+        ({"input": [{"role": "king", "content": "a"}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "[]"}]}, "input"),
+        ({"input": [{"type": "function_call"}]}, "input"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 3}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": "xml"}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 3}, "top_p"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:70],
 )
 def test_responses_errors_name_the_field(server, change, param):
-    """Catches an option that is silently ignored."""
+    """Catches an option that is silently ignored, and one that is named as the chat route names it."""
     reply = httpx.post(server.url + "/v1/responses", json={"input": "hi"} | change)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param)
+    words = ("messages", "max_tokens ", "response_format", "stop_sequences", "json_schema:")
+    assert param in error["message"] and not any(word in error["message"] for word in words)
+
+
+def test_a_fault_in_the_template_is_told_in_the_routes_own_words(server):
+    """Catches chat's name in what the template, and Anthropic's stop strings in what sampling refuses."""
+    body = {"input": [{"role": "developer", "content": "x"}], "max_output_tokens": 1}
+    assert httpx.post(server.url + "/v1/responses", json=body).status_code == 200
+    message = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    reply = httpx.post(server.url + "/v1/messages", json=message | {"stop_sequences": [""]})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith("stop_sequences has an empty string")
 
 
 if __name__ == "__main__":

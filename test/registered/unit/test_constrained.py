@@ -9,6 +9,7 @@ import torch
 from sglang.bundled import resolve_model_path
 from sglang.srt.constrained.bitmask import forbid
 from sglang.srt.constrained.compiler import MAX_CACHED_GRAMMARS, GrammarCompiler
+from sglang.srt.constrained.format_or_calls import format_or_calls
 from sglang.srt.managers.finish import StopChecker
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.tokenizer import Tokenizer
@@ -131,6 +132,29 @@ def test_requests_share_the_compiled_grammar_and_nothing_else(compiler, tokenize
     for number in range(MAX_CACHED_GRAMMARS + 5):
         compiler.compile("regex", f"a{{{number + 1}}}")
     assert len(compiler._cache) == MAX_CACHED_GRAMMARS
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_format_beside_calls_allows_either_and_nothing_else(compiler, tokenizer, single):
+    """Catches text around calls, a second call where one is allowed, blanks without an end in JSON."""
+    schema = {"type": "object", "properties": {"d": {"type": "integer"}}, "required": ["d"]}
+    grammar = format_or_calls(schema, tags=("<tool_call>", "</tool_call>"), single=single)
+
+    def reads(text: str) -> tuple[bool, bool]:
+        """Whether every token was allowed, and whether the text may end behind the last."""
+        state = compiler.compile("ebnf", grammar)
+        for token in tokenizer.encode(text):
+            if token not in allowed(state.mask_chain(()))[0]:
+                return False, False
+            state.advance(token)
+        return True, bool(set(END_IDS) & allowed(state.mask_chain(()))[0])
+
+    call = '<tool_call>\n<function=a>\n{"x"\n</function>\n</tool_call>'
+    assert reads('{"d": 5}') == reads(call) == (True, True)
+    assert reads(f"{call}\n{call}") == ((False, False) if single else (True, True))
+    assert reads("<tool_call>text") == (True, False)
+    for bad in ("text", f"text{call}", f"{call}text", '{"d":  5}', call + '{"d": 5}'):
+        assert not reads(bad)[0], bad
 
 
 def test_refusals_name_the_option_and_the_way_out(tokenizer):

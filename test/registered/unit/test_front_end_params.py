@@ -47,7 +47,10 @@ BAD_VALUES = [
     ("stop_token_ids", [100]),
     ("stop_token_ids", [-1]),
     ("stop_regex", "a+"),
+    ("stop", ""),
+    ("stop", ["a", ""]),
     ("logit_bias", {100: 1.0}),
+    ("logit_bias", {-1: 1.0}),
     ("logit_bias", {1: 101.0}),
     ("logit_bias", {1: NAN}),
     ("sampling_seed", 1 << 63),
@@ -92,7 +95,7 @@ def test_normalize_brings_equal_meanings_together():
     params.normalize()
     assert (params.temperature, params.top_k, params.is_greedy) == (1.0, 1, True)
     assert (params.stop, params.stop_token_ids) == (["a"], [1, 3])
-    other = SamplingParams(stop=["", "b", "b"])
+    other = SamplingParams(stop=["b", "b"])
     other.normalize()
     assert (other.top_k, other.is_greedy, other.stop) == (TOP_K_ALL, False, ["b"])
 

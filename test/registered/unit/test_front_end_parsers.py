@@ -329,8 +329,28 @@ def test_forced_choice():
     text = '[{"name": "now", "parameters": {"a": 1}}]'
     content, _, calls = check_all_cuts(ForcedCallsParser, text)
     assert (content, calls) == ("", [("now", '{"a": 1}')])
-    content, _, calls = check_all_cuts(ForcedCallsParser, text[:20])
-    assert (content, calls) == (text[:20], [])
+    text = '[{"name": "say", "parameters": {"t": "a \\"}] \\\\", "u": [{}]}}, {"name":"now","parameters":{}}]'
+    content, _, calls = check_all_cuts(ForcedCallsParser, text)
+    assert (content, calls) == (
+        "",
+        [("say", '{"t": "a \\"}] \\\\", "u": [{}]}'), ("now", "{}")],
+    )
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_forced_call_that_is_cut_off_stays_a_call(complete):
+    """Catches a call that a limit on tokens turns into text, which clients show to users."""
+    text = '[{"name": "now", "parameters": {"a": "bcd"}}, {"name": "say", "parameters": {"t": 1}}]'
+    for end in range(1, len(text)):
+        parser = ForcedCallsParser()
+        events = parser.push(text[:end]) + parser.finish(complete=complete)
+        calls = [event.name for event in events if isinstance(event, CallStart)]
+        assert calls == ["now", "say"][: text[:end].count('"parameters": {')]
+        arguments = "".join(e.text for e in events if isinstance(e, CallArguments) and not e.index)
+        assert '{"a": "bcd"}'.startswith(arguments)
+        assert not any(isinstance(e, Content) for e in events) or (complete and not calls)
+    parser = ForcedCallsParser()
+    assert parser.push("no list") + parser.finish(complete=True) == [Content("no list")]
 
 
 def test_forced_schema_keeps_references():

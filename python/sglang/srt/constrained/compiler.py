@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sglang.srt.constrained.format_or_calls import JSON_WHITESPACE
 from sglang.srt.constrained.grammar_state import GrammarState
 from sglang.srt.managers.tokenizer import Tokenizer
 
@@ -25,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED_GRAMMARS = 64
 MAX_CACHED_FAULTS = 256
-_WHITESPACE = r"( |\n( {0,24}|\t{0,8}))"
-"""Between the tokens of JSON: one blank, or one line break and an indent. Models that like blanks
-would otherwise never get to the end."""
 _NEEDS_PACKAGE = (
     "constrained decoding needs the package llguidance on the server; install it with "
     "pip install 'sglang-lossless[grammar]'"
@@ -176,7 +174,9 @@ def _vocabulary(llguidance: ModuleType, path: Path, vocab_size: int, end_ids: li
 def _grammar(llguidance: ModuleType, kind: str, text: str) -> str:
     matcher = llguidance.LLMatcher
     if kind == "json_schema":
-        return matcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
+        return matcher.grammar_from_json_schema(
+            text, defaults={"whitespace_pattern": JSON_WHITESPACE}
+        )
     if kind == "regex":
         return matcher.grammar_from_regex(text)
     if "::=" in text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
@@ -20,6 +21,9 @@ NO_OPS = frozenset({"log_metrics", "prompt_cache_key", "safety_identifier", "ser
 """Options that clients and routers add to every request; accepted and without effect. What routers
 add with the value false or null needs no entry."""
 
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+_SHOWN_CHARS = 40
 
 MAX_DEPTH = 200
 """Levels of nesting in a body. Reading allows 1,024, writing 254, and schemas and conversations are
@@ -91,12 +95,20 @@ def decode_body(body: dict[str, Any], model: type[T]) -> T:
 
 def id_keys(given: dict[Any, T], field: str) -> dict[Any, T]:
     """`given` with its keys, which JSON makes texts, as token ids. Raises: RequestError 400."""
-    try:
-        return {int(key) if isinstance(key, str) else key: item for key, item in given.items()}
-    except ValueError as error:
-        raise RequestError(
-            f"{field} has a key that is no token id: {error}", param=field
-        ) from error
+    ids: dict[Any, T] = {}
+    for key, item in given.items():
+        if isinstance(key, str) and not _TOKEN_ID.fullmatch(key):
+            shown = key if len(key) <= _SHOWN_CHARS else key[:_SHOWN_CHARS] + "..."
+            raise RequestError(
+                f"{field} has the key {shown!r}, which is no token id: keys are whole numbers from "
+                "0, written in decimal digits",
+                param=field,
+            )
+        token_id = int(key) if isinstance(key, str) else key
+        if token_id in ids:
+            raise RequestError(f"{field} names token {token_id} twice", param=field)
+        ids[token_id] = item
+    return ids
 
 
 def type_error(text: str) -> RequestError:

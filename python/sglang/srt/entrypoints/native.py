@@ -183,7 +183,7 @@ class NativeServing:
         }
         if state.spec_accept_length is not None:
             meta["spec_accept_length"] = state.spec_accept_length
-            meta["spec_accept_token_num"] = state.spec_accepted_tokens
+            meta["spec_accept_token_num"] = state.spec_delivered_tokens
             meta.update(simulated_info())
         if job.request.return_step_lengths:
             meta["step_lengths"] = list(state.step_lengths)

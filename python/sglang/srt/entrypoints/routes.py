@@ -77,7 +77,9 @@ class Routes:
             self._add(app, prefix + "/tokenize", self.tokenize, ["POST"], TokenizeRequest)
             self._add(app, prefix + "/detokenize", self.detokenize, ["POST"], DetokenizeRequest)
         for path in STATUS_PAGE_PATHS:
-            app.add_api_route(path, self.status_page, methods=["GET"], include_in_schema=False)
+            app.add_api_route(
+                path, self.status_page, methods=["GET", "HEAD"], include_in_schema=False
+            )
         self._add(app, "/abort_request", self.abort, ["POST"], AbortBody)
         self._add(app, "/flush_cache", self.flush_cache, both)
         self._add(app, "/v1/models", self.models, ["GET"])
@@ -118,6 +120,7 @@ class Routes:
             name = path.partition("{")[2].partition(":")[0]
             place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             extra = {"parameters": [place]}
+        name = path.strip("/").replace("/", "_")
         for method in methods:
             app.add_api_route(
                 path,
@@ -125,7 +128,11 @@ class Routes:
                 methods=[method],
                 response_model=None,
                 openapi_extra=extra,
-                operation_id=f"{method.lower()}_{path.strip('/').replace('/', '_')}",
+                operation_id=f"{method.lower()}_{name}",
+            )
+        if methods == ["GET"]:  # a route that also takes POST does something, which HEAD must not
+            app.add_api_route(
+                path, handler, methods=["HEAD"], response_model=None, include_in_schema=False
             )
 
     def _request_id(self, request: Request) -> str | None:

@@ -99,6 +99,12 @@ class ReqState:
         """Tokens per verify step; None before the first."""
         return self.spec_accepted_tokens / self.spec_verify_ct if self.spec_verify_ct else None
 
+    @property
+    def spec_delivered_tokens(self) -> int:
+        """Of the ids that verify steps accepted, those that are part of the answer: a step may go past
+        its end, and the first id comes from the prompt's own step."""
+        return min(self.spec_accepted_tokens, max(0, self.completion_tokens - 1))
+
     def update(self, out: TokenOutput) -> None:
         """Take over one output of the scheduler."""
         self.prompt_tokens = out.prompt_tokens or self.prompt_tokens

@@ -25,7 +25,8 @@ class Tokenizer:
     """A checkpoint's `tokenizer.json` and the facts of its `tokenizer_config.json`.
 
     Attributes: `config` (the second file, {} if absent), `num_tokens` (addressable ids, which may
-    be fewer than the model's vocabulary), `eos_token_id` or None, `special_ids`.
+    be fewer than the model's vocabulary), `eos_token_id` or None, `special_ids`, `added_texts`
+    (texts that are one token each wherever they stand, special or not).
     Raises: ValueError if there is no readable tokenizer at `path`.
     """
 
@@ -48,6 +49,7 @@ class Tokenizer:
         self.num_tokens = self.backend.get_vocab_size(with_added_tokens=True)
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.added_texts = frozenset(token.content for token in added.values())
         self.eos_token_id = self._id_of(self.config.get("eos_token"))
         self.bos_token = _token_text(self.config.get("bos_token"))
         self.eos_token = _token_text(self.config.get("eos_token"))
@@ -110,6 +112,7 @@ class NoTokenizer:
     num_tokens = 0
     eos_token_id = None
     special_ids: frozenset[int] = frozenset()
+    added_texts: frozenset[str] = frozenset()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises: ValueError always."""

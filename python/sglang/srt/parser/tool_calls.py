@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -74,30 +75,68 @@ class QwenJsonParser:
 class ForcedCallsParser:
     """The JSON list that a forced tool choice constrains the model to.
 
-    `[{"name": ..., "parameters": {...}}, ...]`; calls go out at the end.
+    `[{"name": ..., "parameters": {...}}, ...]`. A call starts once its name is there, its arguments go
+    out as they come, and of a list that is cut off what has come stays a call. Text that is no such
+    list stays text.
     """
 
     def __init__(self) -> None:
         self._text = ""
+        self._at = 0
+        self._index = -1
+        self._in_arguments = False
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
 
     def push(self, text: str) -> list[Event]:
         """More text."""
         self._text += text
-        return []
+        events: list[Event] = []
+        while True:
+            if self._in_arguments:
+                events += self._arguments()
+                if self._in_arguments:
+                    return events
+            start = _FORCED_CALL.match(self._text, self._at)
+            if start is None:
+                return events
+            self._at = start.end()
+            self._index += 1
+            self._in_arguments = True
+            events.append(CallStart(self._index, json.loads(start["name"])))
 
     def finish(self, *, complete: bool) -> list[Event]:
-        """No more text; a list that was cut off stays text."""
-        try:
-            calls = json.loads(self._text)
-            pairs = [(call["name"], call["parameters"]) for call in calls]
-        except (ValueError, TypeError, KeyError):
-            return [Content(self._text)] if self._text else []
-        events: list[Event] = []
-        for index, (name, parameters) in enumerate(pairs):
-            events.append(CallStart(index, name))
-            events.append(CallArguments(index, json.dumps(parameters, ensure_ascii=False)))
-        return events
+        """No more text. What was cut off before the first name is dropped: it says nothing yet."""
+        rest = self._text[self._at :]
+        if self._index >= 0 or not rest or (not complete and rest.lstrip()[:1] == "["):
+            return []
+        return [Content(self._text)]
 
+    def _arguments(self) -> list[Event]:
+        """What there is of the object at hand, up to the brace that closes it."""
+        begin = self._at
+        while self._in_arguments and self._at < len(self._text):
+            char = self._text[self._at]
+            self._at += 1
+            if self._in_string:
+                self._in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                self._in_arguments = self._depth > 0
+        piece = self._text[begin : self._at]
+        return [CallArguments(self._index, piece)] if piece else []
+
+
+_FORCED_CALL = re.compile(
+    r"[\s\[,}]*\{\s*\"name\"\s*:\s*(?P<name>\"(?:[^\"\\]|\\.)*\")\s*,\s*\"parameters\"\s*:\s*(?=\{)"
+)
+"""From the end of one call's arguments to the beginning of the next one's."""
 
 PARSERS: dict[str, Callable[[list[dict[str, Any]]], ToolCallParser]] = {
     "qwen3_coder": Qwen3CoderParser,

@@ -95,7 +95,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             self.top_k = TOP_K_ALL
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        self.stop = list(dict.fromkeys(text for text in self.stop or [] if text))
+        self.stop = list(dict.fromkeys(self.stop or []))
         self.stop_token_ids = sorted(set(self.stop_token_ids or []))
         if self.logit_bias is not None:
             self.logit_bias = {key: to_float32(value) for key, value in self.logit_bias.items()}
@@ -164,6 +164,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             len(stops),
             f"<= {MAX_STOP_STRINGS} strings",
         )
+        if "" in stops:
+            raise ValueError(
+                "stop has an empty string, which would end every answer at once; leave it out"
+            )
         for text in stops:
             _check(
                 len(text) <= MAX_STOP_STRING_CHARS,
@@ -183,12 +187,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     def _verify_bias(self, vocab_size: int) -> None:
         for token_id, bias in (self.logit_bias or {}).items():
-            _check(
-                0 <= token_id < vocab_size,
-                "logit_bias",
-                token_id,
-                f"in [0, {vocab_size - 1}]",
-            )
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"logit_bias has the token id {token_id}, allowed are 0 to {vocab_size - 1}"
+                )
             _check(
                 math.isfinite(bias) and -100.0 <= bias <= 100.0,
                 "logit_bias",

@@ -10,6 +10,9 @@ import orjson
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.errors import RequestError
 
+SPELLING = {"stop": "stop_sequences"}
+"""Fields of the chat route that this one names otherwise."""
+
 
 class MessagesRequest(msgspec.Struct, kw_only=True):
     """POST /v1/messages. `metadata` has no effect."""

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from sglang.srt.entrypoints.anthropic.protocol import (
+    SPELLING,
     CountTokensRequest,
     MessagesRequest,
     to_chat,
@@ -71,7 +72,7 @@ class MessagesServing:
 
     def prepare(self, request: MessagesRequest, *, rid: str | None) -> ChatJob:
         """Check a request. Raises: RequestError 400 naming the field."""
-        return self._chat.prepare(to_chat(request), rid=rid)
+        return self._chat.prepare(to_chat(request), rid=rid, spelling=SPELLING)
 
     def count_tokens(self, request: CountTokensRequest) -> dict[str, int]:
         """Ids of the prompt that the same request would run. Raises: RequestError."""

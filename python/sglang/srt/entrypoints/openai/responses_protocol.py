@@ -5,10 +5,20 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
+import orjson
 
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.errors import RequestError
 
+SPELLING = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of the chat route that this one names otherwise."""
+_ROLES = ("user", "assistant", "system", "developer")
+_FORMATS = ("text", "json_object", "json_schema")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -43,6 +53,8 @@ def to_chat(request: ResponsesRequest) -> ChatCompletionRequest:
             "whole conversation as input",
             param="previous_response_id",
         )
+    if not request.input:
+        raise RequestError("input is empty: at least one item is needed", param="input")
     messages: list[dict[str, Any]] = []
     if request.instructions is not None:
         messages.append({"role": "system", "content": request.instructions})
@@ -71,9 +83,14 @@ def to_chat(request: ResponsesRequest) -> ChatCompletionRequest:
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": _text(item.get("content"), where)})
-    elif kind == "function_call" and isinstance(item.get("name"), str):
-        function = {"name": item["name"], "arguments": item.get("arguments") or "{}"}
+        role = item.get("role")
+        if role not in _ROLES:
+            raise RequestError(
+                f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r}", param="input"
+            )
+        messages.append({"role": role, "content": _text(item.get("content"), where)})
+    elif kind == "function_call":
+        function = _called(item, where)
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         if messages and messages[-1]["role"] == "assistant":
             messages[-1].setdefault("tool_calls", []).append(call)
@@ -88,6 +105,20 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
             "function_call_output and reasoning",
             param="input",
         )
+
+
+def _called(item: dict[str, Any], where: str) -> dict[str, str]:
+    """Name and arguments of a call that was made earlier."""
+    name, arguments = item.get("name"), item.get("arguments") or "{}"
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where}.name must be the name of a function", param="input")
+    try:
+        value = orjson.loads(arguments)
+    except (orjson.JSONDecodeError, TypeError) as error:
+        raise RequestError(f"{where}.arguments is not JSON: {error}", param="input") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"{where}.arguments must be a JSON object in a text", param="input")
+    return {"name": name, "arguments": arguments}
 
 
 def _text(content: Any, where: str) -> str:
@@ -105,11 +136,19 @@ def _text(content: Any, where: str) -> str:
 
 def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     given = (text or {}).get("format")
-    if given is None or not isinstance(given, dict):
+    if given is None:
         return None
-    if given.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": given}
-    return given
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind not in _FORMATS:
+        raise RequestError(
+            f"text.format.type must be one of {', '.join(_FORMATS)}, got {kind!r}",
+            param="text.format",
+        )
+    if kind != "json_schema":
+        return given
+    if not isinstance(given.get("schema"), dict | bool):
+        raise RequestError("text.format.schema must be a JSON schema", param="text.format")
+    return {"type": kind, "json_schema": given}
 
 
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
@@ -117,6 +156,10 @@ def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
         raise RequestError(
             f"tools[{index}].type must be function, got {tool.get('type')!r}", param="tools"
         )
+    if not isinstance(tool.get("name"), str) or not tool["name"]:
+        raise RequestError(f"tools[{index}].name is missing", param="tools")
+    if not isinstance(tool.get("parameters") or {}, dict):
+        raise RequestError(f"tools[{index}].parameters must be a schema", param="tools")
     names = ("name", "description", "parameters")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}

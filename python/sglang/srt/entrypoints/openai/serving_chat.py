@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
+from sglang.srt.constrained.format_or_calls import format_or_calls
 from sglang.srt.entrypoints.front_end import FrontEnd
 from sglang.srt.entrypoints.openai.chat_prompt import check_tools, clean_messages, forced_choice
 from sglang.srt.entrypoints.openai.errors import error_event
@@ -27,6 +28,7 @@ from sglang.srt.managers.request_state import GenerateReqInput, ReqState
 from sglang.srt.managers.tokenizer_manager import new_rid
 from sglang.srt.parser.chat_output import ChatOutputParser
 from sglang.srt.parser.events import CallArguments, CallStart, Content, Event, Reasoning
+from sglang.srt.parser.qwen3_coder import CALL_CLOSE, CALL_OPEN
 from sglang.srt.parser.reasoning import CLOSE_TAG, ReasoningSplitter, opens_reasoning
 from sglang.srt.parser.tool_calls import (
     PARSERS,
@@ -35,6 +37,9 @@ from sglang.srt.parser.tool_calls import (
     forced_calls_schema,
     parser_for_template,
 )
+
+CALL_TAGS = (CALL_OPEN, CALL_CLOSE)
+_AS_CHAT: Mapping[str, str] = {}
 
 
 @dataclass
@@ -108,6 +113,23 @@ def _merge(events: list[Event]) -> list[Event]:
     return merged
 
 
+def _respelled(error: RequestError, spelling: Mapping[str, str]) -> RequestError:
+    """The same error with another name of its field, which its message begins with."""
+    if error.param is None or error.param not in spelling:
+        return error
+    name = spelling[error.param]
+    message = error.message
+    if message.startswith(error.param):
+        message = name + message.removeprefix(error.param)
+    return RequestError(
+        message,
+        status=error.status,
+        param=name,
+        code=error.code,
+        retry_after_s=error.retry_after_s,
+    )
+
+
 class ChatServing:
     """Runs chat requests on a front end."""
 
@@ -120,9 +142,29 @@ class ChatServing:
         self._tool_format = args.tool_call_parser
         if self._tool_format is None and front_end.template is not None:
             self._tool_format = parser_for_template(front_end.template.source)
+        self._has_call_tags = front_end.tokenizer.added_texts.issuperset(CALL_TAGS)
 
-    def prepare(self, request: ChatCompletionRequest, *, rid: str | None) -> ChatJob:
-        """Check a request and render its prompt. Raises: RequestError 400 naming the field."""
+    def prepare(
+        self,
+        request: ChatCompletionRequest,
+        *,
+        rid: str | None,
+        spelling: Mapping[str, str] = _AS_CHAT,
+    ) -> ChatJob:
+        """Check a request and render its prompt.
+
+        spelling  this route's fields under the names that another route has for them, where they differ
+
+        Raises: RequestError 400 naming the client's field.
+        """
+        try:
+            return self._prepare(request, rid=rid, spelling=spelling)
+        except RequestError as error:
+            raise _respelled(error, spelling) from error
+
+    def _prepare(
+        self, request: ChatCompletionRequest, *, rid: str | None, spelling: Mapping[str, str]
+    ) -> ChatJob:
         self._check(request)
         rid = request.rid or rid or new_rid()
         tools = check_tools(request)
@@ -132,11 +174,17 @@ class ChatServing:
             single = request.parallel_tool_calls is False
             schema = forced_calls_schema(tools, name=name, single=single)
             values["json_schema"] = orjson.dumps(schema).decode()
+        elif self._may_call(request, tools):
+            single = request.parallel_tool_calls is False
+            schema = orjson.loads(values.pop("json_schema"))
+            values["ebnf"] = format_or_calls(schema, tags=CALL_TAGS, single=single)
         asked = request.max_completion_tokens
         asked = request.max_tokens if asked is None else asked
         if asked is not None:
             values["max_new_tokens"] = asked
-        params = self._manager.sampling_params(values, field_names=self._names(request))
+        own_names = self._names(request)
+        names = {**spelling, **{key: spelling.get(name, name) for key, name in own_names.items()}}
+        params = self._manager.sampling_params(values, field_names=names)
         prompt = self.render(request, tools)
         inputs = []
         for choice in range(request.n):
@@ -146,7 +194,7 @@ class ChatServing:
                     {**values, "sampling_seed": params.sampling_seed + choice}
                 )
             own_rid = rid if request.n == 1 else f"{rid}-{choice}"
-            inputs.append(self._input(request, own, prompt, own_rid))
+            inputs.append(self._input(request, own, prompt, own_rid, names))
         return ChatJob(request, rid, prompt, tools, must_call, inputs)
 
     def render(self, request: ChatCompletionRequest, tools: list[dict[str, Any]]) -> str:
@@ -171,6 +219,13 @@ class ChatServing:
             extra=extra,
         )
 
+    def _may_call(self, request: ChatCompletionRequest, tools: list[dict[str, Any]]) -> bool:
+        """Whether a ``response_format`` must leave room for calls, and the vocabulary has their tags."""
+        given = (request.response_format or {}).get("type")
+        if given not in ("json_object", "json_schema") or request.regex or request.ebnf:
+            return False
+        return bool(tools) and self._tool_format is not None and self._has_call_tags
+
     def _names(self, request: ChatCompletionRequest) -> dict[str, str]:
         names = {
             **field_names(request),
@@ -181,6 +236,8 @@ class ChatServing:
             names["max_new_tokens"] = "max_completion_tokens"
         if forced_choice(request)[0]:
             names["json_schema"] = "tool_choice"
+        elif request.response_format is not None and request.ebnf is None:
+            names["ebnf"] = "response_format"
         return names
 
     def _check(self, request: ChatCompletionRequest) -> None:
@@ -197,7 +254,12 @@ class ChatServing:
             raise RequestError("stream_options needs stream true", param="stream_options")
 
     def _input(
-        self, request: ChatCompletionRequest, params: Any, prompt: str, rid: str
+        self,
+        request: ChatCompletionRequest,
+        params: Any,
+        prompt: str,
+        rid: str,
+        names: dict[str, str],
     ) -> GenerateReqInput:
         return GenerateReqInput(
             rid=rid,
@@ -208,8 +270,8 @@ class ChatServing:
             priority=request.priority,
             stream=request.stream,
             add_special_tokens=False,
-            prompt_field="messages",
-            field_names=self._names(request),
+            prompt_field=names["input_ids"],
+            field_names=names,
             grammar_after=CLOSE_TAG if self._thinks_first(prompt) else None,
         )
 

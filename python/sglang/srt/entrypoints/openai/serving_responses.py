@@ -10,7 +10,7 @@ import orjson
 
 from sglang.srt.entrypoints.front_end import FrontEnd
 from sglang.srt.entrypoints.openai.errors import error_object
-from sglang.srt.entrypoints.openai.responses_protocol import ResponsesRequest, to_chat
+from sglang.srt.entrypoints.openai.responses_protocol import SPELLING, ResponsesRequest, to_chat
 from sglang.srt.entrypoints.openai.serving_chat import ChatJob, ChatServing
 from sglang.srt.managers.errors import RequestError
 from sglang.srt.managers.request_state import ReqState
@@ -128,7 +128,7 @@ class ResponsesServing:
 
     def prepare(self, request: ResponsesRequest, *, rid: str | None) -> ChatJob:
         """Check a request. Raises: RequestError 400 naming the field."""
-        return self._chat.prepare(to_chat(request), rid=rid)
+        return self._chat.prepare(to_chat(request), rid=rid, spelling=SPELLING)
 
     async def answer(self, request: ResponsesRequest, job: ChatJob) -> dict[str, Any]:
         """The whole response."""
