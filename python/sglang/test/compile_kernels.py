@@ -9,21 +9,24 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
+AMD = (GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx950", 64))
+SHARED_BYTES = {"cuda": 227 * 1024, "hip": 64 * 1024}
 
 
-def compile_for_hopper(
+def compile_kernel(
     kernel: Any,
     *,
+    target: GPUTarget,
     pointers: dict[str, str],
     constants: dict[str, Any],
     num_warps: int = 4,
     num_stages: int = 3,
     aligned: tuple[str, ...] = (),
-) -> str:
-    """PTX for sm_90 of ``kernel``; arguments that are neither named are int32; pointers, strides and
-    ``aligned`` are multiples of 16. A tensor descriptor is a pointer of type ``tensordesc<type[shape]>``.
+) -> dict[str, Any]:
+    """Texts of ``kernel`` by dialect; arguments that are not named are int32; pointers, strides and ``aligned``
+    are multiples of 16. A tensor descriptor is a pointer of type ``tensordesc<type[shape]>``.
 
-    Raises: triton's error if it does not compile or needs more shared memory than the chip has.
+    Raises: triton's error if it does not compile; AssertionError if it needs more shared memory than there is.
     """
     names = kernel.arg_names
     signature = {
@@ -39,8 +42,29 @@ def compile_for_hopper(
     }
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attrs),
-        target=HOPPER,
+        target=target,
         options={"num_warps": num_warps, "num_stages": num_stages},
     )
-    assert compiled.metadata.shared <= 227 * 1024, compiled.metadata.shared
-    return compiled.asm["ptx"]
+    assert compiled.metadata.shared <= SHARED_BYTES[target.backend], compiled.metadata.shared
+    return compiled.asm
+
+
+def compile_for_hopper(
+    kernel: Any,
+    *,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    aligned: tuple[str, ...] = (),
+) -> str:
+    """PTX for sm_90 of ``kernel``; see ``compile_kernel``."""
+    return compile_kernel(
+        kernel,
+        target=HOPPER,
+        pointers=pointers,
+        constants=constants,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        aligned=aligned,
+    )["ptx"]

@@ -23,56 +23,78 @@ def test_kernels_agree_with_the_reference_on_the_gpu():
     run_cases(__file__, "moe_interpreter_cases.py", TRITON_INTERPRET="0")
 
 
+def arguments(tile, kind: str) -> dict:
+    """Of ``compile_kernel`` for a grouped product; kind "gated" is FP8 and makes FP8 rows."""
+    import triton.language as tl
+
+    fp8, gated = kind in ("fp8", "gated"), kind == "gated"
+    part = tile.block_n // tile.parts
+    element = "*fp8e4nv" if fp8 else f"*{kind}"
+    scale = "*fp32" if fp8 else element
+    constants = {
+        "TOP_K": 8,
+        "X_BY_PAIR": not gated,
+        "FP8": fp8,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": part,
+        "BLOCK_K": 128 if fp8 else tile.block_k,
+        "PARTS": tile.parts,
+        "EVEN_K": True,
+        "DESCRIPTORS": tile.descriptors,
+        "WEIGHTS_FIRST": tile.weights_first,
+        "SCALE_STAGES": tile.num_stages if tile.scales_ahead else None,
+        "GATED": gated,
+        "ROUND_TO": tl.bfloat16,
+    }
+    pointers = {
+        "p_x": element,
+        "w": f"tensordesc<fp8e4nv[{part}, 128]>" if tile.descriptors else element,
+        "p_x_scale": scale,
+        "p_w_scale": scale,
+        "p_out": {"fp32": "*fp32", "gated": "*fp8e4nv"}.get(kind, "*bf16"),
+        "p_out_scale": "*fp32",
+        "p_pairs": "*i32",
+        "p_tile_experts": "*i32",
+    }
+    return {
+        "pointers": pointers,
+        "constants": constants,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
 @pytest.mark.parametrize("kind", ["fp8", "bf16", "fp32", "gated"])
 @pytest.mark.parametrize("rows", [100, 8192])
 def test_grouped_product_compiles_for_hopper(kind, rows):
     """A tile that does not fit the chip, or FP8 that is widened to 16 bits first."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    import triton.language as tl
-
     from sglang.kernels.ops.moe.grouped_gemm_kernel import grouped_gemm_kernel
     from sglang.kernels.ops.moe.launch import expert_tiles
     from sglang.test.compile_kernels import compile_for_hopper
 
-    fp8, gated = kind in ("fp8", "gated"), kind == "gated"
+    fp8 = kind in ("fp8", "gated")
     tiles = expert_tiles(rows, 4 if kind == "fp32" else 2, fp8=fp8)
-    tile = tiles.up if gated or not fp8 else tiles.down
-    part = tile.block_n // tile.parts
-    element = "*fp8e4nv" if fp8 else f"*{kind}"
-    scale = "*fp32" if fp8 else element
-    ptx = compile_for_hopper(
-        grouped_gemm_kernel,
-        pointers={
-            "p_x": element,
-            "w": f"tensordesc<fp8e4nv[{part}, 128]>" if tile.descriptors else element,
-            "p_x_scale": scale,
-            "p_w_scale": scale,
-            "p_out": {"fp32": "*fp32", "gated": "*fp8e4nv"}.get(kind, "*bf16"),
-            "p_out_scale": "*fp32",
-            "p_pairs": "*i32",
-            "p_tile_experts": "*i32",
-        },
-        constants={
-            "TOP_K": 8,
-            "X_BY_PAIR": not gated,
-            "FP8": fp8,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": part,
-            "BLOCK_K": 128 if fp8 else tile.block_k,
-            "PARTS": tile.parts,
-            "EVEN_K": True,
-            "DESCRIPTORS": tile.descriptors,
-            "WEIGHTS_FIRST": tile.weights_first,
-            "SCALE_STAGES": tile.num_stages if tile.scales_ahead else None,
-            "GATED": gated,
-            "ROUND_TO": tl.bfloat16,
-        },
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    tile = tiles.down if kind == "fp8" else tiles.up
+    ptx = compile_for_hopper(grouped_gemm_kernel, **arguments(tile, kind))
     if kind != "fp32":
         operands = ".e4m3.e4m3" if fp8 else ".bf16.bf16"
         assert operands in ptx and "wgmma.mma_async" in ptx
+
+
+def test_grouped_product_compiles_for_amd():
+    """A tile of more shared memory than there is. gfx942 has no e4m3 of this kind and widens it."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.moe.grouped_gemm_kernel import grouped_gemm_kernel
+    from sglang.kernels.ops.moe.launch import fp8_expert_tiles
+    from sglang.test.compile_kernels import AMD, compile_kernel
+
+    for target in AMD:
+        for few in (True, False):
+            tiles = fp8_expert_tiles(few=few, amd=True)
+            for tile, kind in ((tiles.up, "gated"), (tiles.down, "fp8")):
+                texts = compile_kernel(grouped_gemm_kernel, target=target, **arguments(tile, kind))
+                assert ("f8f6f4" in texts["amdgcn"]) == (target.arch == "gfx950")
 
 
 def test_small_kernels_compile_for_hopper():

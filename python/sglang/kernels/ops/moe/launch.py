@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sglang.kernels.ops.quantization.launch import SMALL_ROWS, check_gated
+from sglang.kernels.ops.quantization.launch import SMALL_ROWS, check_gated, on_amd
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,25 @@ _FP8_MANY = ExpertTiles(
 )
 
 
+_AMD_FP8_FEW = ExpertTiles(
+    ExpertTile(16, 256, 128, num_warps=4, num_stages=2, weights_first=True, parts=2),
+    ExpertTile(16, 128, 128, num_warps=4, num_stages=2, weights_first=True),
+    gated=True,
+)
+_AMD_FP8_MANY = ExpertTiles(
+    ExpertTile(64, 256, 128, num_warps=4, num_stages=2, weights_first=False, parts=2),
+    ExpertTile(64, 128, 128, num_warps=4, num_stages=2, weights_first=False),
+    gated=True,
+)
+"""Within 64 KB of shared memory and without descriptors; compiled, never timed."""
+
+
+def fp8_expert_tiles(*, few: bool, amd: bool) -> ExpertTiles:
+    if amd:
+        return _AMD_FP8_FEW if few else _AMD_FP8_MANY
+    return _FP8_FEW if few else _FP8_MANY
+
+
 def expert_tiles(num_tokens: int, element_bytes: int, *, fp8: bool) -> ExpertTiles:
     """Decode and verify give an expert a few rows, prompt chunks give it hundreds.
 
@@ -73,7 +92,7 @@ def expert_tiles(num_tokens: int, element_bytes: int, *, fp8: bool) -> ExpertTil
     """
     few = num_tokens <= SMALL_ROWS
     if fp8:
-        return _FP8_FEW if few else _FP8_MANY
+        return fp8_expert_tiles(few=few, amd=on_amd())
     tile = _PLAIN_FEW if few else _PLAIN_MANY
     if element_bytes > 2:
         tile = replace(tile, num_stages=2)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 _GROUP = 128
 
 
@@ -41,26 +43,59 @@ QUANTIZE_WARPS = 4
 SMALL_ROWS = 128
 """Most rows of the table for decode and verify; above the rows of any step of the workloads here."""
 
-_SMALL = GemmTile(block_m=64, block_n=32, num_warps=4, num_stages=4)
-_SMALL_WIDE = GemmTile(block_m=64, block_n=64, num_warps=4, num_stages=4)
-_LARGE = GemmTile(128, 256, num_warps=8, num_stages=3, parts=2, group_m=16, descriptors=True)
-
-_GATED_SMALL = GemmTile(block_m=64, block_n=256, num_warps=4, num_stages=3, parts=2)
-_GATED_LARGE = _LARGE
-
 _WIDE_COLUMNS = 8192
+
+
+@dataclass(frozen=True)
+class GemmTiles:
+    """Tiles of one maker's GPUs: of few and many rows, of few rows and a weight of many, and gated ones."""
+
+    few: GemmTile
+    few_wide: GemmTile
+    many: GemmTile
+    gated_few: GemmTile
+    gated_many: GemmTile
+
+
+_HOPPER_MANY = GemmTile(128, 256, num_warps=8, num_stages=3, parts=2, group_m=16, descriptors=True)
+_NVIDIA = GemmTiles(
+    few=GemmTile(block_m=64, block_n=32, num_warps=4, num_stages=4),
+    few_wide=GemmTile(block_m=64, block_n=64, num_warps=4, num_stages=4),
+    many=_HOPPER_MANY,
+    gated_few=GemmTile(block_m=64, block_n=256, num_warps=4, num_stages=3, parts=2),
+    gated_many=_HOPPER_MANY,
+)
+_AMD_GATED = GemmTile(block_m=64, block_n=256, num_warps=4, num_stages=2, parts=2)
+_AMD = GemmTiles(
+    few=GemmTile(block_m=64, block_n=32, num_warps=4, num_stages=2),
+    few_wide=GemmTile(block_m=64, block_n=64, num_warps=4, num_stages=2),
+    many=GemmTile(block_m=128, block_n=128, num_warps=8, num_stages=2, group_m=16),
+    gated_few=_AMD_GATED,
+    gated_many=_AMD_GATED,
+)
+"""Within 64 KB of shared memory and without descriptors; compiled, never timed."""
+
+
+def on_amd() -> bool:
+    return torch.version.hip is not None
+
+
+def gemm_tiles(*, amd: bool) -> GemmTiles:
+    return _AMD if amd else _NVIDIA
 
 
 def dense_tile(num_rows: int, num_columns: int) -> GemmTile:
     """For x [num_rows, K] and a weight [num_columns, K]."""
+    tiles = gemm_tiles(amd=on_amd())
     if num_rows > SMALL_ROWS:
-        return _LARGE
-    return _SMALL_WIDE if num_columns >= _WIDE_COLUMNS else _SMALL
+        return tiles.many
+    return tiles.few_wide if num_columns >= _WIDE_COLUMNS else tiles.few
 
 
 def gated_tile(num_rows: int) -> GemmTile:
     """For a weight of gate and up rows: two parts of one scale block each."""
-    return _GATED_LARGE if num_rows > SMALL_ROWS else _GATED_SMALL
+    tiles = gemm_tiles(amd=on_amd())
+    return tiles.gated_many if num_rows > SMALL_ROWS else tiles.gated_few
 
 
 def check_gated(parts: int, block_n: int) -> None:
