@@ -58,7 +58,7 @@ SIZES = {
     "max_total_tokens": 8192,
 }
 NUM_NEW = 128
-NEAR_TIE = 0.05
+NEAR_TIE = 0.13  # two steps of bf16 where the logits lie (8 to 16), and a little
 
 
 @pytest.fixture(autouse=True)

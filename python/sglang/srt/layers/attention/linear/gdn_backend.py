@@ -135,12 +135,14 @@ class GDNAttnBackend(MambaAttnBackendBase):
         slots = self.slots_of(fb)
         metadata = GDNForwardMetadata(slots, fb.query_start_loc, fb.mamba_track_indices)
         if fb.forward_mode.is_target_verify():
-            metadata.scratch_rows = select_verify_intermediate_state_indices(
+            valid = slots >= 0
+            rows = select_verify_intermediate_state_indices(
                 self.verify_intermediate_state_indices[: fb.batch_size],
                 fb.req_pool_indices,
-                slots >= 0,
+                valid,
                 self.num_verify_rows,
             )
+            metadata.scratch_rows = torch.where(valid, rows, -1)  # nobody records nothing
         elif fb.forward_mode.is_decode():
             if fb.mamba_track_indices is not None and fb.mamba_track_rows is not None:
                 metadata.track_mask = fb.mamba_track_rows > 0
