@@ -49,7 +49,7 @@ DRAFTS = {
 }
 ALGORITHMS = pytest.mark.parametrize("algorithm", list(DRAFTS))
 PROMPTS = [TEXT[i * 40 : i * 40 + 12 + 9 * i] for i in range(8)]
-NEAR_TIE = 0.05
+NEAR_TIE = 0.13  # two steps of bf16 where the logits lie (8 to 16), and a little
 
 
 @pytest.fixture(autouse=True)
