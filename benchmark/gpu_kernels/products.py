@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from timing import Timing, copies_of, difference, floor_us, fp8_weight, graph_us
+from timing import BYTES_PER_US, Timing, copies_of, difference, floor_us, fp8_weight, graph_us
 from torch import Tensor
 
 from sglang.kernels.ops.fused.narrow import TILE, NarrowTile, narrow_linear
@@ -20,6 +20,7 @@ from sglang.kernels.ops.moe.sort import order_by_expert
 from sglang.kernels.ops.quantization.fp8 import (
     block_scaled_gated,
     block_scaled_linear,
+    block_scaled_split,
     quantize,
 )
 from sglang.kernels.ops.quantization.launch import (
@@ -27,6 +28,7 @@ from sglang.kernels.ops.quantization.launch import (
     GemmTile,
     dense_tile,
     gated_tile,
+    split_tile,
 )
 from sglang.kernels.ops.quantization.rows import FP8_DTYPE, QuantizedRows, num_groups
 
@@ -73,6 +75,15 @@ def dense_tiles(rows: int) -> Iterator[GemmTile]:
     yield from (GemmTile(64, 64, 4, s, descriptors=True) for s in (4, 6))
     yield GemmTile(128, 64, 8, 4, descriptors=True)
     yield from (GemmTile(m, 64, 4, 6, descriptors=True, weights_first=True) for m in (16, 32, 64))
+
+
+def split_tiles() -> Iterator[GemmTile]:
+    """Of few rows; the parts are added by the norm that reads them, which is not timed here."""
+    for splits in (2, 4, 8):
+        yield from (GemmTile(64, n, 4, 4, splits=splits) for n in (32, 64))
+        yield GemmTile(128, 64, 8, 4, descriptors=True, splits=splits)
+        yield GemmTile(64, 64, 4, 5, descriptors=True, splits=splits)
+        yield GemmTile(32, 128, 4, 4, weights_first=True, splits=splits)
 
 
 def gated_tiles(rows: int) -> Iterator[GemmTile]:
@@ -140,6 +151,8 @@ def jobs(model: str, rows: tuple[int, ...]) -> list[tuple[object, int, str, str]
             }
         tables = [dense_tile(count, shape[0]) for shape in DENSE[model].values()]
         found |= {(tile, count, model, "in_proj") for tile in (*tables, *dense_tiles(count))}
+        if count <= SMALL_ROWS:
+            found |= {(tile, count, model, "out") for tile in (split_tile(), *split_tiles())}
         if model in EXPERTS:
             table = expert_tiles(count, 2, fp8=True)
             for what, own in (("up", table.up), ("down", table.down)):
@@ -153,7 +166,13 @@ def jobs(model: str, rows: tuple[int, ...]) -> list[tuple[object, int, str, str]
 def short(tile: object) -> str:
     """A tile without its defaults."""
     text = str(tile)
-    for default in (", parts=1", ", descriptors=False", ", scales_ahead=False", ", group_m=1024"):
+    for default in (
+        ", parts=1",
+        ", descriptors=False",
+        ", scales_ahead=False",
+        ", group_m=1024",
+        ", splits=1",
+    ):
         text = text.replace(default, "")
     return text.replace(", weights_first=False", "")
 
@@ -169,9 +188,8 @@ def once(tile: object, rows: int, model: str, what: str) -> None:
         gated = what in GATED[model]
         columns, depth = (GATED if gated else DENSE)[model][what]
         x = QuantizedRows.empty(rows, depth, dtype=torch.bfloat16, device=torch.device("cuda"))
-        (block_scaled_gated if gated else block_scaled_linear)(
-            x, *empty_weight(columns, depth), tile=tile
-        )
+        call = block_scaled_linear if tile.splits == 1 else block_scaled_split
+        (block_scaled_gated if gated else call)(x, *empty_weight(columns, depth), tile=tile)
     elif isinstance(tile, ExpertTile):
         case = ExpertCase(EXPERTS[model], 16, empty=True)
         (case.up if what == "up" else case.down)(tile)
@@ -238,13 +256,15 @@ def time_tiles(
 ) -> list[Timing]:
     """``call(tile, copy)`` of the table's tile and of each candidate, all compared with the table's result."""
     want, found = call(table, 0), []
+    want = want.sum(0) if want.dim() == 3 else want
     seen = set()
     for tile in (table, *tiles):
         if tile in seen or time.monotonic() > stop:
             continue
         seen.add(tile)
         try:
-            error = difference(call(tile, 0), want)
+            got = call(tile, 0)
+            error = difference(got.sum(0) if got.dim() == 3 else got, want)
             us = graph_us([partial(call, tile, copy) for copy in range(copies)])
         except Exception as failure:
             print(f"{what} rows {rows} {short(tile)}: {str(failure)[:160]}", flush=True)
@@ -265,11 +285,19 @@ def time_dense(model: str, what: str, rows: int, stop: float) -> list[Timing]:
     def call(tile: GemmTile, copy: int) -> Tensor:
         if gated:
             return block_scaled_gated(q, *weights[copy], tile=tile).values
+        if tile.splits > 1:
+            return block_scaled_split(q, *weights[copy], tile=tile)
         return block_scaled_linear(q, *weights[copy], tile=tile)
 
     table = gated_tile(rows) if gated else dense_tile(rows, columns)
     tiles = gated_tiles(rows) if gated else dense_tiles(rows)
-    return time_tiles(what, rows, table, tiles, call, len(weights), floor, stop)
+    found = time_tiles(what, rows, table, tiles, call, len(weights), floor, stop)
+    if rows <= SMALL_ROWS and depth >= 4096 and not gated:
+        floor += rows * columns * 4 / BYTES_PER_US
+        table, tiles = split_tile(), split_tiles()
+        name, copies = f"{what} in parts", len(weights)
+        found += time_tiles(name, rows, table, tiles, call, copies, floor, stop)
+    return found
 
 
 def time_experts(case: ExpertCase, stop: float) -> list[Timing]:

@@ -19,7 +19,7 @@ from sglang.kernels.ops.fused.rows import (
     silu_mul,
     silu_mul_quantized,
 )
-from sglang.kernels.ops.moe.experts import combine
+from sglang.kernels.ops.fused.sums import RoutedSum, SplitSum
 from sglang.kernels.ops.moe.route import route
 from sglang.kernels.ops.moe.sort import order_by_expert
 from sglang.kernels.ops.quantization.fp8 import quantize
@@ -30,6 +30,7 @@ HEADS = {"35B": (32, 16, 2), "27B": (48, 24, 4)}
 """GDN value heads, query heads, key heads."""
 
 EPS = 1e-6
+BOTH = {"unit_offset": True, "quantized": True}
 Case = tuple[str, Callable[[], object], float]
 
 
@@ -49,7 +50,7 @@ def cases(model: str, rows: int) -> Iterator[Case]:
     for plain in (True, False):
         yield (
             f"add+norm+quantise{' (and plain)' if plain else ''}",
-            lambda plain=plain: norm_rows(x, delta, weight, EPS, unit_offset=True, plain=plain),
+            lambda plain=plain: norm_rows(x, delta, weight, EPS, plain=plain, **BOTH),
             rows * size * (9.0 if plain else 7.0),
         )
     yield "quantise", lambda: quantize(x), rows * size * 3.0
@@ -88,21 +89,36 @@ def head_cases(model: str, rows: int) -> Iterator[Case]:
 
 
 def expert_cases(rows: int, size: int) -> Iterator[Case]:
-    scores = draw(rows, 264)
-    logits, gate = scores[:, :256], scores[:, 256:257]
-    weights, chosen = route(logits, 8, renormalise=True)
+    logits = draw(rows, 264)[:, :256]
+    _, chosen = route(logits, 8, renormalise=True)
     block_m = 16 if rows <= 128 else 128
     yield "route", lambda: route(logits, 8, renormalise=True), rows * 600.0
     yield "order by expert", lambda: order_by_expert(chosen, 256, block_m), rows * 64.0
-    parts = draw(rows * 9, size)
-    routed, shared = parts[: rows * 8], parts[rows * 8 :]
+    routed, x, weight = (
+        routed_case(rows, size),
+        draw(rows, size),
+        torch.randn(size, device="cuda"),
+    )
+    yield "combine", routed.total, rows * size * 20.0
     yield (
-        "combine",
-        lambda: combine(routed, weights, chosen, shared=shared, shared_gate=gate),
-        rows * size * 20.0,
+        "combine+add+norm+quantise",
+        lambda: norm_rows(x, routed, weight, EPS, plain=True, **BOTH),
+        rows * size * 25.0,
+    )
+    split = SplitSum(torch.randn(4, rows, size, device="cuda"), torch.bfloat16)
+    yield (
+        "add 4 parts+norm+quantise",
+        lambda: norm_rows(x, split, weight, EPS, plain=True, **BOTH),
+        rows * size * 23.0,
     )
     both = draw(rows * 9, 1024)
     yield "silu+quantise", lambda: silu_mul_quantized(both), rows * 9 * 512 * 5.0
+
+
+def routed_case(rows: int, size: int) -> RoutedSum:
+    scores, parts = draw(rows, 264), draw(rows * 9, size)
+    weights, chosen = route(scores[:, :256], 8, renormalise=True)
+    return RoutedSum(parts[: rows * 8], weights, chosen, parts[rows * 8 :], scores[:, 256:257])
 
 
 def time_small(model: str, rows: int) -> list[Timing]:
@@ -122,8 +138,14 @@ def fusing_keeps_bits(model: str, rows: int) -> dict[str, bool]:
     size, (heads, query_heads, _) = HIDDEN[model], HEADS[model]
     x, delta, weight = draw(rows, size), draw(rows, size), torch.randn(size, device="cuda")
     normed, total = add_rms_norm(x, delta, weight, EPS, unit_offset=True)
-    both_forms, same_total = norm_rows(x, delta, weight, EPS, unit_offset=True, plain=True)
-    one_form, _ = norm_rows(x, delta, weight, EPS, unit_offset=True, plain=False)
+    both_forms, same_total = norm_rows(x, delta, weight, EPS, plain=True, **BOTH)
+    one_form, _ = norm_rows(x, delta, weight, EPS, plain=False, **BOTH)
+    split = SplitSum(torch.randn(4, rows, size, device="cuda"), torch.bfloat16)
+    of_parts, _ = norm_rows(x, split, weight, EPS, plain=True, **BOTH)
+    of_total, _ = norm_rows(x, split.total(), weight, EPS, plain=True, **BOTH)
+    routed = routed_case(rows, size)
+    of_experts, _ = norm_rows(x, routed, weight, EPS, plain=True, **BOTH)
+    of_sum, _ = norm_rows(x, routed.total(), weight, EPS, plain=True, **BOTH)
     want = quantize(normed)
     o, z = draw(rows, heads, 128), draw(rows, heads, 128)
     head_weight = torch.randn(128, device="cuda")
@@ -135,6 +157,10 @@ def fusing_keeps_bits(model: str, rows: int) -> dict[str, bool]:
         "norm, both forms": same_rows(both_forms.quantized, want)
         and torch.equal(both_forms.plain, normed)
         and torch.equal(total, same_total),
+        "norm of split sums": torch.equal(of_parts.plain, of_total.plain)
+        and same_rows(of_parts.quantized, of_total.quantized),
+        "norm of routed sums": torch.equal(of_experts.plain, of_sum.plain)
+        and same_rows(of_experts.quantized, of_sum.quantized),
         "norm, FP8 alone": same_rows(one_form.quantized, want),
         "gated norm": same_rows(gated_q, quantize(gated.view(rows, -1))),
         "sigmoid gate": same_rows(

@@ -181,7 +181,7 @@ def stages(
             scaling=0.125,
         ),
         "fp8 linear": lambda: block_scaled_linear(x, fp8, scale),
-        "experts": lambda: run_experts(x, *route(logits, 2, renormalise=True), *experts),
+        "experts": lambda: run_experts(x, *route(logits, 2, renormalise=True), *experts).total(),
     }
 
 

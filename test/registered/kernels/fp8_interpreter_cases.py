@@ -13,9 +13,11 @@ from sglang.kernels.ops.quantization import launch
 from sglang.kernels.ops.quantization.fp8 import (
     block_scaled_gated,
     block_scaled_linear,
+    block_scaled_split,
     quantize,
     quantize_activations,
 )
+from sglang.kernels.ops.quantization.rows import num_groups
 from sglang.test.checkpoints.quantize import dequantize_blockwise, quantize_blockwise
 from sglang.test.fp8_reference import (
     dequantize_activations,
@@ -106,6 +108,26 @@ def test_rows_quantised_before_give_the_same_product(tile):
     want = block_scaled_linear(x, weight, scale, tile=tile)
     assert torch.equal(block_scaled_linear(quantize(x), weight, scale, tile=tile), want)
     assert not torch.equal(block_scaled_linear(quantize(x.flip(0)), weight, scale, tile=tile), want)
+
+
+@EVERY_TILE
+@pytest.mark.parametrize(("splits", "depth"), [(2, 384), (4, 512), (3, 200)])
+def test_split_sums_add_up_to_the_product(tile, splits, depth):
+    """A block of K in two ranges or in none, a range that is empty, a part in another's place."""
+    weight, scale = weight_of(300, depth)
+    x = draw(70, depth)
+    tile = replace(tile, splits=splits)
+    parts = block_scaled_split(x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE), tile=tile).cpu()
+    want = product_reference(x, weight, scale)
+    bound = 1e-5 if triton_support.INTERPRETING else 8e-3
+    assert parts.shape == (splits, 70, 300)
+    assert ((parts.sum(0) - want).norm() / want.norm()) < bound
+    share = -(-num_groups(depth) // splits) * 128
+    first = product_reference(x[:, :share], weight[:, :share], scale[:, : share // 128])
+    assert ((parts[0] - first).norm() / first.norm()) < bound
+    assert ((parts[1] - first).norm() / first.norm()) > 0.05
+    with pytest.raises(ValueError, match="cannot fill a result"):
+        block_scaled_linear(x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE), tile=tile)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

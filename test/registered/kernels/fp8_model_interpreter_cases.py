@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sglang.kernels import triton_support
+from sglang.kernels.ops.quantization import launch
 from sglang.srt.layers.fp8_linear import FP8Linear, PartlyFP8Linear
 from sglang.srt.layers.gpu_experts import GpuExperts
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -15,6 +16,12 @@ from sglang.test.model_rig import ModelRig, random_tokens
 ARCHITECTURES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 # FP8 rounds activations to 3 bits of mantissa at every linear map.
 RELATIVE_ERROR = {"fp32": 1e-4, "fp8": 0.12}
+
+
+@pytest.fixture(autouse=True)
+def split_sums(monkeypatch):
+    """Short sums in parts too, as the served models' long ones."""
+    monkeypatch.setattr(launch, "LONG_DEPTH", 128)
 
 
 def run(path: str) -> tuple[torch.Tensor, ModelRig]:

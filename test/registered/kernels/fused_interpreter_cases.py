@@ -20,11 +20,13 @@ from sglang.kernels.ops.fused.rows import (
     silu_mul,
     silu_mul_quantized,
 )
+from sglang.kernels.ops.fused.sums import RoutedSum, SplitSum
 from sglang.kernels.ops.quantization.fp8 import quantize
 from sglang.kernels.ops.quantization.rows import QuantizedRows
 
 DEVICE = torch.device("cpu" if triton_support.INTERPRETING else "cuda")
 EPS = 1e-6
+BOTH = {"unit_offset": True, "quantized": True}
 NARROW = NarrowTile(block_m=32, block_n=16, block_k=128, num_warps=4, num_stages=2)
 CLOSE = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
@@ -127,7 +129,7 @@ def test_norm_quantised_at_once_is_the_norm_quantised_later(dtype, size, with_de
     if delta is not None:
         unfused, total = add_rms_norm(x, delta, weight, EPS, unit_offset=True)
     for plain in (True, False):
-        rows, got = norm_rows(x, delta, weight, EPS, unit_offset=True, plain=plain)
+        rows, got = norm_rows(x, delta, weight, EPS, plain=plain, **BOTH)
         assert rows.quantized is not None
         assert_same_rows(rows.quantized, unfused)
         assert torch.equal(got, total)
@@ -135,6 +137,44 @@ def test_norm_quantised_at_once_is_the_norm_quantised_later(dtype, size, with_de
         assert rows.best() is rows.quantized
     with pytest.raises(ValueError, match="lack PLAIN"):
         rows.as_plain()
+
+
+def deltas(dtype, rows: int, size: int):
+    """Results in parts, some of pairs that nobody computed."""
+    chosen = torch.tensor([[0, 3, 1], [2, -1, 0], [-1, -1, -1]] * rows, dtype=torch.int32)[:rows]
+    parts = draw(rows * 3, size, seed=5, dtype=dtype)
+    parts[(chosen < 0).flatten().to(DEVICE)] = float("nan")
+    weights = draw(rows, 3, seed=6, dtype=dtype)
+    shared, gate = draw(rows, size, seed=7, dtype=dtype), draw(rows, 8, seed=8, dtype=dtype)[:, 3:4]
+    chosen = chosen.to(DEVICE)
+    return {
+        "split": SplitSum(draw(3, rows, size, seed=4), dtype),
+        "routed": RoutedSum(parts, weights, chosen, None, None),
+        "shared": RoutedSum(parts, weights, chosen, shared, gate),
+    }
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["split", "routed", "shared"])
+def test_norm_of_parts_is_the_norm_of_their_total(dtype, kind):
+    """Parts of another row, parts added unrounded, a skipped pair that is read."""
+    x, weight = draw(5, 200, dtype=dtype), draw(200, seed=1)
+    delta = deltas(dtype, 5, 200)[kind]
+    total = delta.total()
+    want, want_sum = norm_rows(x, total, weight, EPS, plain=True, **BOTH)
+    got, got_sum = norm_rows(x, delta, weight, EPS, plain=True, **BOTH)
+    assert total.dtype == dtype and not total.isnan().any()
+    assert torch.equal(got_sum, want_sum) and torch.equal(got.as_plain(), want.as_plain())
+    assert got.quantized is not None
+    assert_same_rows(got.quantized, want.as_plain())
+    plain, _ = norm_rows(x, delta, weight, EPS, unit_offset=True, plain=True, quantized=False)
+    assert torch.equal(plain.as_plain(), want.as_plain()) and plain.quantized is None
+    if kind == "split":
+        torch.testing.assert_close(total, delta.parts.sum(0).to(dtype), **CLOSE[dtype])
+    elif kind == "shared":
+        bare = deltas(dtype, 5, 200)["routed"].total().float()
+        added = torch.sigmoid(delta.shared_gate.float()) * delta.shared.float()
+        torch.testing.assert_close(total, (bare + added).to(dtype), **CLOSE[dtype])
 
 
 @DTYPES
@@ -153,9 +193,9 @@ def test_gates_quantised_at_once_are_the_gates_quantised_later(dtype, heads, siz
 def test_rows_that_hold_nan_leave_the_others_alone():
     """Padding of a captured step is whatever memory held."""
     x, weight = draw(4, 256, dtype=torch.bfloat16), draw(256, seed=1)
-    clean, _ = norm_rows(x, x, weight, EPS, unit_offset=True, plain=True)
+    clean, _ = norm_rows(x, x, weight, EPS, plain=True, **BOTH)
     x[2] = float("nan")
-    dirty, _ = norm_rows(x, x, weight, EPS, unit_offset=True, plain=True)
+    dirty, _ = norm_rows(x, x, weight, EPS, plain=True, **BOTH)
     assert clean.quantized is not None and dirty.quantized is not None
     for row in (0, 1, 3):
         for name in ("values", "scale"):

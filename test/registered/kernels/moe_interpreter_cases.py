@@ -9,10 +9,10 @@ import torch
 
 from sglang.kernels import triton_support
 from sglang.kernels.ops.fused.rows import silu_mul_quantized
+from sglang.kernels.ops.fused.sums import RoutedSum
 from sglang.kernels.ops.moe import launch
 from sglang.kernels.ops.moe.experts import (
     ExpertRows,
-    combine,
     grouped_gated,
     grouped_linear,
     run_experts,
@@ -103,9 +103,8 @@ def expert_case(rows: int, *, experts=4, size=64, inner=32, top_k=2):
 
 def run(x, weights, chosen, gate_up, down, **more):
     options = {"tiles": TILES["weights_first"]} | more
-    return run_experts(
-        *(t.to(DEVICE) for t in (x, weights, chosen, gate_up, down)), **options
-    ).cpu()
+    tensors = (t.to(DEVICE) for t in (x, weights, chosen, gate_up, down))
+    return run_experts(*tensors, **options).total().cpu()
 
 
 @EVERY_TILE
@@ -133,9 +132,8 @@ def test_skipped_pairs_add_nothing_and_need_no_memory():
     parts = torch.full((2, 8), float("nan"), device=DEVICE)
     parts[0] = 1.0
     alive = torch.tensor([[0, -1]], dtype=torch.int32, device=DEVICE)
-    assert torch.equal(
-        combine(parts, torch.ones(1, 2, device=DEVICE), alive).cpu(), torch.ones(1, 8)
-    )
+    some = RoutedSum(parts, torch.ones(1, 2, device=DEVICE), alive, None, None)
+    assert torch.equal(some.total().cpu(), torch.ones(1, 8))
 
 
 @EVERY_TILE
@@ -143,11 +141,11 @@ def test_a_row_does_not_depend_on_its_batch(tiles):
     case = expert_case(21)
     x, weights, chosen, gate_up, down = (t.to(DEVICE) for t in case)
     x, gate_up, down = x.bfloat16(), gate_up.bfloat16(), down.bfloat16()
-    together = run_experts(x, weights, chosen, gate_up, down, tiles=tiles)
+    together = run_experts(x, weights, chosen, gate_up, down, tiles=tiles).total()
     for row in (0, 13, 20):
         cut = slice(row, row + 1)
         alone = run_experts(x[cut], weights[cut], chosen[cut], gate_up, down, tiles=tiles)
-        assert torch.equal(alone[0], together[row])
+        assert torch.equal(alone.total()[0], together[row])
 
 
 @EVERY_TILE
@@ -178,14 +176,18 @@ def test_fp8_experts_agree_with_the_dequantised_ones(tiles):
         parts = [quantize_blockwise(one, torch.float32) for one in weight]
         quantised[name] = tuple(torch.stack(side).to(DEVICE) for side in zip(*parts, strict=True))
         weight.copy_(torch.stack([dequantize_blockwise(*part) for part in parts]))
-    got = run_experts(
-        *(t.to(DEVICE) for t in (x, weights, chosen)),
-        quantised["gate_up"][0],
-        quantised["down"][0],
-        gate_up_scale=quantised["gate_up"][1],
-        down_scale=quantised["down"][1],
-        tiles=tiles,
-    ).cpu()
+    got = (
+        run_experts(
+            *(t.to(DEVICE) for t in (x, weights, chosen)),
+            quantised["gate_up"][0],
+            quantised["down"][0],
+            gate_up_scale=quantised["gate_up"][1],
+            down_scale=quantised["down"][1],
+            tiles=tiles,
+        )
+        .total()
+        .cpu()
+    )
     want = experts_reference(x, weights, chosen, gate_up, down)
     bound = 0.06  # two roundings of activations to 3 bits of mantissa
     assert ((got - want).norm() / want.norm()) < bound

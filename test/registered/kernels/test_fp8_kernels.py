@@ -42,13 +42,14 @@ def arguments(tile, *, gated: bool) -> dict:
         "DESCRIPTORS": tile.descriptors,
         "WEIGHTS_FIRST": tile.weights_first,
         "SCALE_STAGES": tile.num_stages if tile.scales_ahead else None,
+        "SPLITS": tile.splits,
         "GATED": gated,
         "ROUND_TO": tl.bfloat16,
     }
     return {
         "pointers": dict(zip(("x", "w"), kinds, strict=True))
         | dict.fromkeys(("p_x_scale", "p_w_scale", "p_out_scale"), "*fp32")
-        | {"p_out": "*fp8e4nv" if gated else "*bf16"},
+        | {"p_out": "*fp8e4nv" if gated else "*bf16" if tile.splits == 1 else "*fp32"},
         "constants": constants,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
@@ -60,7 +61,7 @@ def tiles_of(*, amd: bool) -> set:
     from sglang.kernels.ops.quantization.launch import gemm_tiles
 
     table = gemm_tiles(amd=amd)
-    plain = {(tile, False) for tile in (table.few, table.few_wide, table.many)}
+    plain = {(tile, False) for tile in (table.few, table.few_wide, table.many, table.split_few)}
     return plain | {(tile, True) for tile in (table.gated_few, table.gated_many)}
 
 

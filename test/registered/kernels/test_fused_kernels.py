@@ -61,8 +61,11 @@ def test_narrow_linear_compiles_for_hopper():
     assert "mma" in ptx and "cp.async" in ptx
 
 
+NORMS = ("rms_norm", "rms_norm_wide", "rms_norm_routed", "rms_norm_split")
+
+
 @pytest.mark.parametrize("quantize", [True, False])
-@pytest.mark.parametrize("kernel", ["rms_norm", "rms_norm_wide", "gated_norm", "gate_mul"])
+@pytest.mark.parametrize("kernel", [*NORMS, "gated_norm", "gate_mul"])
 def test_kernels_that_quantise_compile_for_hopper_into_one_layout(kernel, quantize):
     """FP8 stores of 16 bytes a thread would move the tile into a layout whose sums add in another order,
     and quantising in the norm would change the norm."""
@@ -70,16 +73,27 @@ def test_kernels_that_quantise_compile_for_hopper_into_one_layout(kernel, quanti
     from sglang.kernels.ops.fused import row_kernels
     from sglang.test.compile_kernels import compile_for_hopper
 
-    norm = {"UNIT_OFFSET": True, "HAS_DELTA": True, "PLAIN": True, "GROUP": 128}
+    norm = {"DELTA": "tensor", "COUNT": 0, "HAS_SHARED": False}
+    norm |= {"UNIT_OFFSET": True, "PLAIN": True, "GROUP": 128}
+    routed = {"DELTA": "routed", "COUNT": 8, "HAS_SHARED": True, "BLOCK_G": 16}
     constants, num_warps = {
         "rms_norm": (norm | {"BLOCK_G": 16}, 8),
         "rms_norm_wide": (norm | {"BLOCK_G": 64}, 8),
+        "rms_norm_routed": (norm | routed, 8),
+        "rms_norm_split": (norm | {"DELTA": "split", "COUNT": 4, "BLOCK_G": 16}, 8),
         "gated_norm": ({"SILU": True, "BLOCK_H": 16, "BLOCK": 128}, 4),
         "gate_mul": ({"SILU": True, "BLOCK_G": 16, "GROUP": 128}, 4),
     }[kernel]
-    function = row_kernels.__dict__[f"{kernel.removesuffix('_wide')}_kernel"]
-    types = dict.fromkeys(("p_x", "p_delta", "p_sum", "p_out", "p_o", "p_z", "p_gate"), "*bf16")
+    function = row_kernels.rms_norm_kernel
+    if kernel not in NORMS:
+        function = {"gated_norm": row_kernels.gated_norm_kernel}.get(
+            kernel, row_kernels.gate_mul_kernel
+        )
+    halves = ("p_x", "p_delta", "p_sum", "p_out", "p_o", "p_z", "p_gate", "p_shared", "p_weights")
+    types = dict.fromkeys(halves, "*bf16") | {"p_chosen": "*i32"}
     types |= {"p_weight": "*fp32", "p_scale": "*fp32", "p_q": "*fp8e4nv", "eps": "fp32"}
+    if kernel == "rms_norm_split":
+        types["p_delta"] = "*fp32"
     if quantize and not kernel.startswith("rms"):
         types["p_out"] = "*fp8e4nv"
     ptx = compile_for_hopper(

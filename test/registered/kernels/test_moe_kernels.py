@@ -99,6 +99,7 @@ def test_grouped_product_compiles_for_amd():
 
 def test_small_kernels_compile_for_hopper():
     pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.fused.sum_kernels import combine_kernel
     from sglang.kernels.ops.moe import moe_kernels, sort, sort_kernels
     from sglang.test.compile_kernels import compile_for_hopper
 
@@ -119,7 +120,7 @@ def test_small_kernels_compile_for_hopper():
             constants=blocks | more | {"COUNTED": counted},
         )
     combine = compile_for_hopper(
-        moe_kernels.combine_kernel,
+        combine_kernel,
         pointers=dict.fromkeys(("p_parts", "p_weights", "p_shared", "p_gate", "p_out"), "*bf16")
         | {"p_chosen": "*i32"},
         constants={"TOP_K": 8, "HAS_SHARED": True, "BLOCK": 1024},

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from sglang.kernels import triton_support
+from sglang.kernels.ops.fused.sums import Delta, total_of
 from sglang.kernels.ops.quantization.rows import NormedRows
 from sglang.srt.configs.model_config import FULL_ATTENTION, ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -64,21 +65,23 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """[T, H] residual stream in and out."""
         x, delta = self.advance(x, None, fb, backend)
-        return x + delta
+        return x + total_of(delta)
 
     def advance(
-        self, x: Tensor, delta: Tensor | None, fb: ForwardBatch, backend: AttentionBackend
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, delta: Delta | None, fb: ForwardBatch, backend: AttentionBackend
+    ) -> tuple[Tensor, Delta]:
         """``forward`` of x + delta as a pair of the same kind: the sum belongs to the norm that reads it."""
         normed, x = self.input_layernorm.for_reader(x, delta, self.mixer.reads)
         mixed = self.mixer(normed, fb, backend)
         normed, x = self.post_attention_layernorm.for_reader(x, mixed, self.mlp_reads)
         return x, self._feed_forward(normed)
 
-    def _feed_forward(self, normed: NormedRows) -> Tensor:
+    def _feed_forward(self, normed: NormedRows) -> Delta:
         if isinstance(self.mlp, GpuSparseMoE):
             return self.mlp(normed)
-        return self.mlp(normed.best())
+        if isinstance(self.mlp, DenseMLP):
+            return self.mlp.in_parts(normed.best())
+        return self.mlp(normed.as_plain())
 
 
 def make_mlp(

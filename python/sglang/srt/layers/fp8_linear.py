@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 from sglang.kernels import triton_support
 from sglang.kernels.ops.fused.narrow import narrow_linear
-from sglang.kernels.ops.quantization.fp8 import block_scaled_gated, block_scaled_linear
+from sglang.kernels.ops.fused.sums import SplitSum
+from sglang.kernels.ops.quantization.fp8 import (
+    block_scaled_gated,
+    block_scaled_linear,
+    block_scaled_split,
+)
+from sglang.kernels.ops.quantization.launch import splits_pay
 from sglang.kernels.ops.quantization.rows import (
     FP8_DTYPE,
     GROUP,
@@ -60,6 +66,12 @@ class FP8Linear(nn.Module):
         """[T, in] -> [T, out]."""
         y = block_scaled_linear(x, self.weight, self.weight_scale)
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def in_parts(self, x: Tensor | QuantizedRows) -> Tensor | SplitSum:
+        """``forward`` for a reader that can add parts; the map has no bias."""
+        if self.bias is None and splits_pay(x.shape[0], self.in_features):
+            return SplitSum(block_scaled_split(x, self.weight, self.weight_scale), x.dtype)
+        return self(x)
 
     def gated(self, x: Tensor | QuantizedRows) -> QuantizedRows:
         """``silu(first half) * second half`` of the result, [T, out / 2]; for maps without a bias."""

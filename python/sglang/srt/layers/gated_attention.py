@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sglang.kernels import triton_support
 from sglang.kernels.ops.fused.rows import sigmoid_mul, sigmoid_mul_quantized
+from sglang.kernels.ops.fused.sums import Delta
 from sglang.kernels.ops.quantization.rows import NormedRows
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -70,7 +71,7 @@ class GatedAttention(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps, unit_offset=True, device=device)
         self.rotary = rotary
 
-    def forward(self, x: NormedRows, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
+    def forward(self, x: NormedRows, fb: ForwardBatch, backend: AttentionBackend) -> Delta:
         """[T, H] -> [T, H]; writes this call's keys and values."""
         attn, projected = self.attn, self.qkv_proj(x.best())
         num_rows = projected.shape[0]
@@ -85,7 +86,7 @@ class GatedAttention(nn.Module):
         k = norm_and_rotate(k, self.k_norm, self.rotary, fb.positions)
         out = backend.forward(q, k, v, attn, fb)
         if gate is not None and isinstance(self.o_proj, FP8Linear):
-            return self.o_proj(sigmoid_mul_quantized(out, gate))
+            return self.o_proj.in_parts(sigmoid_mul_quantized(out, gate))
         if gate is not None:
             gated = triton_support.runs_on(out)
             out = sigmoid_mul(out, gate) if gated else out * torch.sigmoid(gate)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from sglang.kernels.ops.fused.sums import Delta
 from sglang.kernels.ops.quantization.rows import NormedRows
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -66,7 +67,7 @@ class GatedDeltaNet(nn.Module):
             fp8=fp8,
         )
 
-    def forward(self, x: NormedRows, fb: ForwardBatch, backend: AttentionBackend) -> Tensor:
+    def forward(self, x: NormedRows, fb: ForwardBatch, backend: AttentionBackend) -> Delta:
         """[T, H] -> [T, H]; advances or records the recurrent state as ``fb`` asks."""
         if isinstance(self.in_proj, PartlyFP8Linear):
             parts = self.in_proj.forward_parts(x, self.in_rows)
@@ -76,5 +77,5 @@ class GatedDeltaNet(nn.Module):
         z = z.view(z.shape[0], self.attn.num_v_heads, self.attn.head_v_dim)
         out = backend.forward_linear(mixed_qkv, a, b, self.attn, fb)
         if isinstance(self.out_proj, FP8Linear):
-            return self.out_proj(self.norm.quantized(out, z))
+            return self.out_proj.in_parts(self.norm.quantized(out, z))
         return self.out_proj(self.norm(out, z).reshape(z.shape[0], -1))

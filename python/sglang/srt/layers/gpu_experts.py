@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sglang.kernels.ops.fused.narrow import narrow_linear
+from sglang.kernels.ops.fused.sums import RoutedSum
 from sglang.kernels.ops.moe.experts import run_experts
 from sglang.kernels.ops.moe.route import route
 from sglang.kernels.ops.quantization.rows import FP8_DTYPE, NormedRows, num_groups
@@ -97,8 +98,8 @@ class GpuSparseMoE(nn.Module):
                 hidden_size, shared_intermediate_size, device=device, dtype=dtype, fp8=fp8
             )
 
-    def forward(self, x: NormedRows) -> Tensor:
-        """[T, H] -> [T, H]."""
+    def forward(self, x: NormedRows) -> RoutedSum:
+        """[T, H] -> parts of [T, H]."""
         scores = narrow_linear(x.as_plain(), self.router.weight)
         count = self.num_experts
         logits, gate = scores[:, :count], scores[:, count : count + 1]

@@ -16,6 +16,7 @@ from sglang.kernels.ops.fused.rows import (
     norm_rows,
     rms_norm,
 )
+from sglang.kernels.ops.fused.sums import Delta, total_of
 from sglang.kernels.ops.quantization.rows import NormedRows, QuantizedRows
 
 
@@ -55,10 +56,10 @@ class RMSNorm(nn.Module):
         return self(total), total
 
     def for_reader(
-        self, x: Tensor, delta: Tensor | None, wanted: RowForm
+        self, x: Tensor, delta: Delta | None, wanted: RowForm
     ) -> tuple[NormedRows, Tensor]:
         """(norm(x + delta) in the forms ``wanted``, x + delta); ``delta`` None stands for zero."""
-        if RowForm.QUANTIZED in wanted:
+        if triton_support.runs_on(x):
             return norm_rows(
                 x,
                 delta,
@@ -66,10 +67,11 @@ class RMSNorm(nn.Module):
                 self.eps,
                 unit_offset=self.unit_offset,
                 plain=RowForm.PLAIN in wanted,
+                quantized=RowForm.QUANTIZED in wanted,
             )
         if delta is None:
             return NormedRows(self(x), None), x
-        normed, total = self.after_add(x, delta)
+        normed, total = self.after_add(x, total_of(delta))
         return NormedRows(normed, None), total
 
 

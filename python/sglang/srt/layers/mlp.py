@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from sglang.kernels import triton_support
 from sglang.kernels.ops.fused.rows import silu_mul, silu_mul_quantized
+from sglang.kernels.ops.fused.sums import Delta, total_of
 from sglang.kernels.ops.quantization.fp8 import can_gate
 from sglang.kernels.ops.quantization.rows import QuantizedRows
 from sglang.srt.layers.fp8_linear import FP8Linear, make_linear
@@ -44,11 +45,15 @@ class DenseMLP(nn.Module):
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         """[T, H] -> [T, H]; FP8 rows only where the weights are FP8."""
-        if isinstance(self.gate_up, FP8Linear) and can_gate(self.intermediate_size):
-            return self.down(self.gate_up.gated(x))
+        return total_of(self.in_parts(x))
+
+    def in_parts(self, x: Tensor | QuantizedRows) -> Delta:
+        """``forward`` for a reader that can add parts."""
+        if isinstance(self.gate_up, FP8Linear) and isinstance(self.down, FP8Linear):
+            if can_gate(self.intermediate_size):
+                return self.down.in_parts(self.gate_up.gated(x))
+            return self.down.in_parts(silu_mul_quantized(self.gate_up(x)))
         both = self.gate_up(x)
-        if isinstance(self.down, FP8Linear):
-            return self.down(silu_mul_quantized(both))
         if triton_support.runs_on(both):
             return self.down(silu_mul(both))
         gate, up = both.split(self.intermediate_size, dim=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sglang.kernels.ops.fused.sums import Delta, total_of
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.decoder_layer import DecoderLayer
@@ -71,11 +72,12 @@ class HybridGDNForCausalLM(nn.Module):
         self.rotary.reserve(max_position(fb) + 1)
         if self.fused_step is not None:
             return self.fused_step.run(fb)
-        x, delta, taps = self.embed_tokens(fb.input_ids), None, []
+        x, taps = self.embed_tokens(fb.input_ids), []
+        delta: Delta | None = None
         for i, layer in enumerate(self.layers):
             x, delta = layer.advance(x, delta, fb, self.attn_backend)
             if i in fb.capture_layer_ids:
-                taps.append(x + delta)
+                taps.append(x + total_of(delta))
         joined = torch.cat(taps, dim=-1) if taps else None
         normed, _ = self.norm.for_reader(x, delta, RowForm.PLAIN)
         return select_outputs(fb, normed.as_plain(), self.lm_head, joined)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.ops.fused.sum_kernels import routed_sum, split_sum
 from sglang.kernels.ops.quantization.group_quant import quantize_groups, silu_product
 
 
@@ -35,16 +36,25 @@ def rms_norm_kernel(
     p_out,
     p_q,
     p_scale,
+    p_weights,
+    p_chosen,
+    p_shared,
+    p_gate,
     stride_x,
     stride_delta,
+    stride_split,
+    stride_shared,
+    stride_gate,
     stride_sum,
     stride_out,
     stride_q,
     stride_scale,
     size,
     eps,
+    DELTA: tl.constexpr,
+    COUNT: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
     PLAIN: tl.constexpr,
     QUANTIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -52,16 +62,38 @@ def rms_norm_kernel(
 ):
     """out = norm(x), or sum = x + delta rounded to its dtype and out = norm(sum). Grid (rows,).
 
-    PLAIN stores out, QUANTIZE its e4m3 form and scales; out's dtype decides the rounding either way.
+    DELTA: "none", "tensor", "split" (COUNT parts) or "routed" (COUNT experts a row); a delta in parts is
+    rounded when it is whole. PLAIN stores out, QUANTIZE its e4m3 form and scales; out's dtype decides the
+    rounding either way.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_G)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < size
     x = tl.load(p_x + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_DELTA:
-        delta = tl.load(p_delta + row * stride_delta + column, mask=inside, other=0.0)
-        total = (x + delta.to(tl.float32)).to(p_sum.dtype.element_ty)
+    if DELTA != "none":
+        if DELTA == "split":
+            delta = split_sum(p_delta, row, column, inside, stride_split, stride_delta, COUNT)
+        elif DELTA == "routed":
+            delta = routed_sum(
+                p_delta,
+                p_weights,
+                p_chosen,
+                p_shared,
+                p_gate,
+                row,
+                column,
+                inside,
+                stride_delta,
+                stride_shared,
+                stride_gate,
+                COUNT,
+                HAS_SHARED,
+            )
+        else:
+            delta = tl.load(p_delta + row * stride_delta + column, mask=inside, other=0.0)
+        delta = delta.to(p_sum.dtype.element_ty).to(tl.float32)
+        total = (x + delta).to(p_sum.dtype.element_ty)
         tl.store(p_sum + row * stride_sum + column, total, mask=inside)
         x = total.to(tl.float32)
     weight = tl.load(p_weight + column, mask=inside, other=0.0).to(tl.float32)

@@ -6,10 +6,13 @@ Forms named ``quantized`` return the rows that quantising the plain form's resul
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
+from sglang.kernels.ops.fused.sums import Delta, RoutedSum, SplitSum
 from sglang.kernels.ops.quantization.fp8 import quantize
 from sglang.kernels.ops.quantization.rows import GROUP, NormedRows, QuantizedRows, num_groups
 
@@ -50,27 +53,69 @@ def add_rms_norm(
 
 def norm_rows(
     x: Tensor,
-    delta: Tensor | None,
+    delta: Delta | None,
     weight: Tensor,
     eps: float,
     *,
     unit_offset: bool,
     plain: bool,
+    quantized: bool,
 ) -> tuple[NormedRows, Tensor]:
-    """(norm(x + delta) quantised, and plain too if asked; x + delta) of x, delta [T, H].
+    """(norm(x + delta) in the forms asked for; x + delta) of x, delta [T, H].
 
-    ``delta`` None: the norm of x, and x itself. Bits are those of ``rms_norm`` or ``add_rms_norm``.
+    ``delta`` None: the norm of x, and x itself. Bits are those of ``rms_norm`` or ``add_rms_norm`` of the
+    delta's total.
     """
     total = x if delta is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if plain else None
-    quantized = QuantizedRows.empty(*x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, delta, weight, total, out, quantized, eps, unit_offset)
-    return NormedRows(out, quantized), total
+    rows = QuantizedRows.empty(*x.shape, dtype=x.dtype, device=x.device) if quantized else None
+    _launch_norm(x, delta, weight, total, out, rows, eps, unit_offset)
+    return NormedRows(out, rows), total
+
+
+@dataclass(frozen=True)
+class _DeltaArguments:
+    """A delta as the kernel takes it; tensors of another kind stand where it reads nothing."""
+
+    kind: str
+    count: int
+    has_shared: bool
+    delta: Tensor
+    weights: Tensor
+    chosen: Tensor
+    shared: Tensor
+    gate: Tensor
+    stride_row: int
+    stride_split: int
+
+    @staticmethod
+    def of(delta: Delta | None, x: Tensor) -> _DeltaArguments:
+        if isinstance(delta, SplitSum):
+            parts = delta.parts
+            return _DeltaArguments(
+                "split", parts.shape[0], False, parts, x, x, x, x, parts.stride(1), parts.stride(0)
+            )
+        if isinstance(delta, RoutedSum):
+            shared, gate = delta.shared_or_any()
+            return _DeltaArguments(
+                "routed",
+                delta.chosen.shape[1],
+                delta.shared is not None,
+                delta.parts,
+                delta.weights,
+                delta.chosen,
+                shared,
+                gate,
+                delta.parts.stride(0),
+                0,
+            )
+        kind, added = ("none", x) if delta is None else ("tensor", delta)
+        return _DeltaArguments(kind, 0, False, added, x, x, x, x, added.stride(0), 0)
 
 
 def _launch_norm(
     x: Tensor,
-    delta: Tensor | None,
+    delta: Delta | None,
     weight: Tensor,
     total: Tensor,
     out: Tensor | None,
@@ -81,29 +126,38 @@ def _launch_norm(
     if not x.numel():
         return
     size = x.shape[-1]
-    added = x if delta is None else delta
+    added = _DeltaArguments.of(delta, x)
     rounding = x if out is None else out
     values = x if quantized is None else quantized.values
     scale = weight if quantized is None else quantized.scale
     block_g = _block(num_groups(size))
     rms_norm_kernel[(x.shape[0],)](
         x,
-        added,
+        added.delta,
         weight,
         total,
         rounding,
         values,
         scale,
+        added.weights,
+        added.chosen,
+        added.shared,
+        added.gate,
         x.stride(0),
-        added.stride(0),
+        added.stride_row,
+        added.stride_split,
+        added.shared.stride(0),
+        added.gate.stride(0),
         total.stride(0),
         rounding.stride(0),
         values.stride(0),
         scale.stride(0),
         size,
         eps,
+        DELTA=added.kind,
+        COUNT=added.count,
+        HAS_SHARED=added.has_shared,
         UNIT_OFFSET=unit_offset,
-        HAS_DELTA=delta is not None,
         PLAIN=out is not None,
         QUANTIZE=quantized is not None,
         BLOCK_G=block_g,

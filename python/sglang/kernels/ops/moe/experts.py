@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sglang.kernels import triton_support
 from sglang.kernels.ops.fused.rows import silu_mul, silu_mul_quantized
+from sglang.kernels.ops.fused.sums import RoutedSum
 from sglang.kernels.ops.moe.launch import ExpertTile, ExpertTiles, expert_tiles
 from sglang.kernels.ops.moe.sort import ExpertOrder, order_by_expert
 from sglang.kernels.ops.quantization.fp8 import (
@@ -22,10 +23,7 @@ from sglang.kernels.ops.quantization.rows import GROUP, QuantizedRows
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.moe.grouped_gemm_kernel import grouped_gemm_kernel
-    from sglang.kernels.ops.moe.moe_kernels import combine_kernel
     from sglang.kernels.ops.quantization.fp8 import TRITON_TYPES
-
-_COMBINE_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -166,44 +164,6 @@ def _launch(
     )
 
 
-def combine(
-    parts: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    *,
-    shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-) -> Tensor:
-    """``sum_j weights[t, j] parts[t * top_k + j] + sigmoid(shared_gate[t]) shared[t]`` in fp32.
-
-    parts [T * top_k, H]; weights, chosen [T, top_k] contiguous; an expert id of -1 adds nothing;
-    shared [T, H] and shared_gate [T, 1], both or neither. Returns [T, H] in parts' dtype.
-    """
-    num_rows, top_k = chosen.shape
-    size = parts.shape[1]
-    out = torch.empty((num_rows, size), dtype=parts.dtype, device=parts.device)
-    has_shared = shared is not None and shared_gate is not None
-    added = shared if shared is not None else parts
-    gate = shared_gate if shared_gate is not None else parts
-    combine_kernel[(num_rows, -(-size // _COMBINE_BLOCK))](
-        parts,
-        weights,
-        chosen,
-        added,
-        gate,
-        out,
-        parts.stride(0),
-        added.stride(0),
-        gate.stride(0),
-        out.stride(0),
-        size,
-        TOP_K=top_k,
-        HAS_SHARED=has_shared,
-        BLOCK=_COMBINE_BLOCK,
-    )
-    return out
-
-
 def run_experts(
     x: Tensor | QuantizedRows,
     weights: Tensor,
@@ -217,17 +177,18 @@ def run_experts(
     shared_gate: Tensor | None = None,
     last_is_shared: bool = False,
     tiles: ExpertTiles | None = None,
-) -> Tensor:
-    """Routed experts and the gated shared expert's output, [T, H] in x's dtype.
+) -> RoutedSum:
+    """Routed experts and the gated shared expert's output: parts of a sum [T, H] in x's dtype.
 
     x [T, H]; weights [T, top_k]; chosen [T, top_k] int32, -1 skips; gate_up [E, 2I, H], gate rows first;
-    down [E, H, I]; scales as of ``grouped_linear``; shared, shared_gate as of ``combine``, but with
+    down [E, H, I]; scales as of ``grouped_linear``; shared, shared_gate as of ``RoutedSum``, but with
     ``last_is_shared`` the last expert of gate_up and down is the shared one, takes every row and is what
     ``shared_gate`` gates; tiles: of the table unless given.
     """
     num_rows, top_k = chosen.shape
     if not num_rows:
-        return torch.empty((0, down.shape[1]), dtype=x.dtype, device=x.device)
+        none = torch.empty((0, down.shape[1]), dtype=x.dtype, device=x.device)
+        return RoutedSum(none, weights, chosen, none, none)
     tiles = tiles or expert_tiles(num_rows, x.dtype.itemsize, fp8=gate_up_scale is not None)
     routed = gate_up.shape[0] - last_is_shared
     rows = ExpertRows(
@@ -245,4 +206,5 @@ def run_experts(
     parts = grouped_linear(inner, down, down_scale, rows, tiles.down, x_by_pair=True)
     if last_is_shared:
         shared = parts[rows.num_pairs :]
-    return combine(parts, weights, chosen, shared=shared, shared_gate=shared_gate)
+    gate = None if shared is None else shared_gate
+    return RoutedSum(parts, weights, chosen, shared, gate)

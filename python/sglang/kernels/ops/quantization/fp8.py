@@ -13,6 +13,7 @@ from sglang.kernels.ops.quantization.launch import (
     check_gated,
     dense_tile,
     gated_tile,
+    split_tile,
 )
 from sglang.kernels.ops.quantization.rows import GROUP, QuantizedRows, num_groups
 
@@ -115,6 +116,28 @@ def block_scaled_gated(
     return out
 
 
+def block_scaled_split(
+    x: Tensor | QuantizedRows,
+    weight: Tensor,
+    weight_scale: Tensor,
+    *,
+    tile: GemmTile | None = None,
+) -> Tensor:
+    """``x W^T`` in parts [splits, M, N] fp32, each over its range of K; to be added in ascending order.
+
+    Arguments as of ``block_scaled_linear``; the number of splits is the tile's, so it does not depend on
+    the rows beside a row.
+    Raises: ValueError if the scales do not fit the weight.
+    """
+    rows = quantize(x) if isinstance(x, Tensor) else x
+    num_rows, num_columns = rows.shape[0], weight.shape[0]
+    tile = tile or split_tile()
+    shape = (tile.splits, num_rows, num_columns)
+    out = torch.empty(shape, dtype=torch.float32, device=rows.device)
+    _launch_gemm(rows, weight, weight_scale, out, None, tile)
+    return out
+
+
 def can_gate(inner: int) -> bool:
     """Whether gate and up rows of ``inner`` columns each meet at a scale block's edge."""
     return inner % GROUP == 0
@@ -130,15 +153,18 @@ def _launch_gemm(
 ) -> None:
     """``out_scale``: the product is gated and quantised."""
     check_block_scales(weight, weight_scale)
-    (num_rows, depth), num_columns = rows.shape, out.shape[1]
+    (num_rows, depth), num_columns = rows.shape, out.shape[-1]
     if not out.numel():
         return
     gated = out_scale is not None
     if gated:
         check_gated(tile.parts, tile.block_n)
+    if tile.splits != (out.shape[0] if out.dim() == 3 else 1):
+        raise ValueError(f"a tile of {tile.splits} splits cannot fill a result {tuple(out.shape)}")
     part = tile.block_n // tile.parts
     scales = weight_scale if out_scale is None else out_scale
-    grid = (-(-num_rows // tile.block_m) * -(-num_columns // (part if gated else tile.block_n)),)
+    width = part if gated else tile.block_n
+    grid = (-(-num_rows // tile.block_m) * -(-num_columns // width), tile.splits)
     descriptors = tile.descriptors and depth % 16 == 0
     block_scaled_gemm_kernel[grid](
         descriptor_of(rows.values, tile.block_m) if descriptors else rows.values,
@@ -154,7 +180,7 @@ def _launch_gemm(
         rows.scale.stride(0),
         weight.stride(0),
         weight_scale.stride(0),
-        out.stride(0),
+        out.stride(-2),
         scales.stride(0),
         BLOCK_M=tile.block_m,
         BLOCK_N=part,
@@ -165,6 +191,7 @@ def _launch_gemm(
         DESCRIPTORS=descriptors,
         WEIGHTS_FIRST=tile.weights_first,
         SCALE_STAGES=tile.num_stages if tile.scales_ahead else None,
+        SPLITS=tile.splits,
         GATED=gated,
         ROUND_TO=TRITON_TYPES[rows.dtype],
         num_warps=tile.num_warps,

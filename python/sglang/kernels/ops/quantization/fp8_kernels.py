@@ -121,6 +121,7 @@ def block_scaled_gemm_kernel(
     DESCRIPTORS: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     SCALE_STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
     GATED: tl.constexpr,
     ROUND_TO: tl.constexpr,
 ):
@@ -129,7 +130,8 @@ def block_scaled_gemm_kernel(
     x and w are descriptors or pointers. K ascends in blocks of GROUP, each scaled in fp32 before it is
     added; BLOCK_N divides GROUP, so that a part lies in one block of scales. GATED: w holds num_columns
     rows of a gate, then as many of an up projection; the parts (BLOCK_N == GROUP) are a group of both, and
-    what is stored is silu(gate) * up in e4m3 and its scales.
+    what is stored is silu(gate) * up in e4m3 and its scales. SPLITS: out is [SPLITS, rows, columns], each a
+    range of K's blocks; the grid has a second axis for them.
     """
     WIDTH: tl.constexpr = BLOCK_N if GATED else BLOCK_N * PARTS
     tiles_m = tl.cdiv(num_rows, BLOCK_M)
@@ -160,7 +162,13 @@ def block_scaled_gemm_kernel(
     else:
         b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     b_acc2 = b_acc
-    for i_k in tl.range(0, tl.cdiv(depth, GROUP), num_stages=SCALE_STAGES):
+    first, last = 0, tl.cdiv(depth, GROUP)
+    if SPLITS > 1:
+        share = tl.cdiv(last, SPLITS)
+        first = tl.program_id(1) * share
+        last = tl.minimum(first + share, last)
+        p_out += tl.program_id(1).to(tl.int64) * num_rows * stride_out
+    for i_k in tl.range(first, last, num_stages=SCALE_STAGES):
         b_x = load_block(x, p_xk, row, i_k, m_ok, depth, GROUP, EVEN_K, DESCRIPTORS)
         b_w = load_block(w, p_wk, column, i_k, n_ok, depth, GROUP, EVEN_K, DESCRIPTORS)
         x_scale = tl.load(p_xs + i_k, mask=m_ok, other=0.0)

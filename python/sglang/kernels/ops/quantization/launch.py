@@ -22,6 +22,7 @@ class GemmTile:
     descriptors    operands come through tensor descriptors (the copy engine), not through pointers
     weights_first  the product's rows are the weight's: Hopper multiplies FP8 in units of 64 rows
     scales_ahead   the activations' scales are fetched as many steps ahead as the operands
+    splits         programs that share a tile, each with its range of K and a result of its own
     """
 
     block_m: int
@@ -33,6 +34,7 @@ class GemmTile:
     descriptors: bool = False
     weights_first: bool = False
     scales_ahead: bool = False
+    splits: int = 1
 
 
 QUANTIZE_GROUPS = 8
@@ -44,17 +46,19 @@ SMALL_ROWS = 128
 """Most rows of the table for decode and verify; above the rows of any step of the workloads here."""
 
 _WIDE_COLUMNS = 8192
+LONG_DEPTH = 4096
 
 
 @dataclass(frozen=True)
 class GemmTiles:
-    """Tiles of one maker's GPUs: of few and many rows, of few rows and a weight of many, and gated ones."""
+    """Tiles of one maker's GPUs: of few and many rows, of few rows and a weight of many, gated, and split."""
 
     few: GemmTile
     few_wide: GemmTile
     many: GemmTile
     gated_few: GemmTile
     gated_many: GemmTile
+    split_few: GemmTile
 
 
 _HOPPER_MANY = GemmTile(128, 256, num_warps=8, num_stages=3, parts=2, group_m=16, descriptors=True)
@@ -64,6 +68,7 @@ _NVIDIA = GemmTiles(
     many=_HOPPER_MANY,
     gated_few=GemmTile(block_m=64, block_n=256, num_warps=4, num_stages=3, parts=2),
     gated_many=_HOPPER_MANY,
+    split_few=GemmTile(block_m=64, block_n=64, num_warps=4, num_stages=4, splits=4),
 )
 _AMD_GATED = GemmTile(block_m=64, block_n=256, num_warps=4, num_stages=2, parts=2)
 _AMD = GemmTiles(
@@ -72,6 +77,7 @@ _AMD = GemmTiles(
     many=GemmTile(block_m=128, block_n=128, num_warps=8, num_stages=2, group_m=16),
     gated_few=_AMD_GATED,
     gated_many=_AMD_GATED,
+    split_few=GemmTile(block_m=64, block_n=64, num_warps=4, num_stages=2, splits=4),
 )
 """Within 64 KB of shared memory and without descriptors; compiled, never timed."""
 
@@ -96,6 +102,15 @@ def gated_tile(num_rows: int) -> GemmTile:
     """For a weight of gate and up rows: two parts of one scale block each."""
     tiles = gemm_tiles(amd=on_amd())
     return tiles.gated_many if num_rows > SMALL_ROWS else tiles.gated_few
+
+
+def splits_pay(num_rows: int, depth: int) -> bool:
+    """Whether a product whose reader can add parts is made in parts: few rows and a long sum."""
+    return num_rows <= SMALL_ROWS and depth >= LONG_DEPTH
+
+
+def split_tile() -> GemmTile:
+    return gemm_tiles(amd=on_amd()).split_few
 
 
 def check_gated(parts: int, block_n: int) -> None:
