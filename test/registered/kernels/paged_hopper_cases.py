@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.kernels.ops.attention.paged.launch import HopperLaunch
+from sglang.kernels.ops.attention.paged.launch import HopperLaunch, many_rows
 from sglang.kernels.ops.attention.paged.op import paged_attention
 from sglang.test.attention_reference import paged_attention_reference
 
 DEVICE = torch.device("cuda")
 PAGE = 64
+HOPPER = HopperLaunch()
 
 
 def make_case(prefixes, lens, *, heads=16, kv_heads=2, dim=256, seed=0):
@@ -44,7 +45,7 @@ def make_case(prefixes, lens, *, heads=16, kv_heads=2, dim=256, seed=0):
     }
 
 
-def run(case, *, is_causal=True):
+def run(case, *, is_causal=True, tile=HOPPER):
     return paged_attention(
         **case,
         max_query_len=int(case["query_start_loc"].diff().max()),
@@ -52,7 +53,7 @@ def run(case, *, is_causal=True):
         is_causal=is_causal,
         out=torch.full_like(case["q"], float("nan")),
         page_size=PAGE,
-        tile=HopperLaunch(),
+        tile=tile,
     )
 
 
@@ -85,6 +86,13 @@ def test_a_row_does_not_depend_on_its_batch_and_repeats():
     alone["q"] = case["q"][200:500]
     alone["query_start_loc"] = torch.tensor([0, 300], dtype=torch.int32, device=DEVICE)
     assert torch.equal(both[200:500], run(alone))
+
+
+def test_prompt_chunks_take_it_unless_told_otherwise():
+    """Exact; the general kernel's bits, which differ, are the control."""
+    case = make_case([900], [200])
+    assert torch.equal(run(case, tile=None), run(case))
+    assert not torch.equal(run(case, tile=many_rows(256)), run(case))
 
 
 def test_padding_is_not_written():

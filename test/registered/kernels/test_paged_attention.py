@@ -110,22 +110,24 @@ def test_the_hopper_kernel_compiles_without_spills():
 def test_small_kernels_compile_for_hopper():
     pytest.importorskip("triton", reason="Triton is not installed")
     from sglang.kernels.ops.attention.paged import attention_kernel, store_kernel
-    from sglang.kernels.ops.attention.paged.launch import COMBINE_SPLITS, SPLITS
+    from sglang.kernels.ops.attention.paged.launch import SPLITS, combine_warps
     from sglang.test.compile_kernels import compile_for_hopper
 
     dims = {"HEAD_DIM": 256, "BLOCK_D": 256}
     splits = {"SPLIT_MIN": SPLITS.min_tokens, "SPLIT_STEP": SPLITS.step_tokens}
-    splits |= {"MAX_SPLITS": SPLITS.max_splits, "BLOCK_S": COMBINE_SPLITS}
+    splits |= {"MAX_SPLITS": SPLITS.max_splits}
     kernels = {
         attention_kernel.combine_splits_kernel: splits,
         store_kernel.store_kv_kernel: {},
         store_kernel.norm_rope_store_kernel: {"UNIT_OFFSET": True},
     }
     for kernel, constants in kernels.items():
-        compile_for_hopper(kernel, pointers=POINTERS, constants={**dims, **constants})
+        warps = combine_warps(SPLITS.max_splits)
+        sizes = {"constants": {**dims, **constants}, "num_warps": warps}
+        compile_for_hopper(kernel, pointers=POINTERS, **sizes)
         for dtype in ("*fp8e4nv",) if "p_k_buffer" in kernel.arg_names else ():
             pools = {**POINTERS, "p_k_buffer": dtype, "p_v_buffer": dtype}
-            compile_for_hopper(kernel, pointers=pools, constants={**dims, **constants})
+            compile_for_hopper(kernel, pointers=pools, **sizes)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

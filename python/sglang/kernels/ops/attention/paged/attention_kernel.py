@@ -235,42 +235,38 @@ def combine_splits_kernel(
     num_steps,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SPLIT_MIN: tl.constexpr,
     SPLIT_STEP: tl.constexpr,
 ):
-    """out[t, head] = weighted mean of its splits, BLOCK_S at a time. Grid (requests x steps, heads)."""
+    """out[t, head] = weighted mean of its splits, all read at once. Grid (requests x steps, heads).
+
+    What is read comes from device memory, evicted by the context's K and V since it was written: loads
+    that wait for one another, not bytes, are what this kernel would spend its time on.
+    """
     i_r = tl.program_id(0) // num_steps
     i_t = tl.program_id(0) % num_steps
     head = tl.program_id(1)
     row = tl.load(p_rows + i_r)
-    if row < 0:
-        return
     begin = tl.load(p_start + i_r)
     num_rows = tl.load(p_start + i_r + 1) - begin
-    if i_t >= num_rows:
+    prefix = tl.load(p_prefix + i_r).to(tl.int32)
+    if (row < 0) | (i_t >= num_rows):
         return
-    context = tl.load(p_prefix + i_r).to(tl.int32) + num_rows
+    context = prefix + num_rows
     size = split_tokens(context, SPLIT_MIN, SPLIT_STEP, MAX_SPLITS)
-    num_splits = tl.cdiv(context, size)
-    flat = ((begin + i_t).to(tl.int64) * num_heads + head) * MAX_SPLITS
     s = tl.arange(0, MAX_SPLITS)
-    lse = tl.load(p_lse + flat + s, mask=s < num_splits, other=float("-inf"))
+    exists = s < tl.cdiv(context, size)
+    d = tl.arange(0, BLOCK_D)
+    flat = ((begin + i_t).to(tl.int64) * num_heads + head) * MAX_SPLITS
+    p_from = p_part + flat * HEAD_DIM + (s[:, None] * HEAD_DIM + d[None, :])
+    part = tl.load(p_from, mask=exists[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    lse = tl.load(p_lse + flat + s, mask=exists, other=float("-inf"))
     top = tl.max(lse, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(lse - top), 0)
-    d = tl.arange(0, BLOCK_D)
-    i_s = tl.arange(0, BLOCK_S)
-    b_acc = tl.zeros([BLOCK_D], tl.float32)
-    for s0 in range(0, num_splits, BLOCK_S):
-        at = s0 + i_s
-        b_lse = tl.load(p_lse + flat + at, mask=at < num_splits, other=float("-inf"))
-        weight = tl.exp2(b_lse - top)
-        inside = (weight > 0)[:, None] & (d < HEAD_DIM)[None, :]
-        p_from = p_part + (flat + at)[:, None] * HEAD_DIM + d[None, :]
-        part = tl.load(p_from, mask=inside, other=0.0).to(tl.float32)
-        b_acc += tl.sum(part * weight[:, None], 0)
-    out = b_acc / tl.where(total > 0, total, 1.0)
+    weight = tl.exp2(lse - top)
+    total = tl.sum(weight, 0)
+    part = tl.where((weight > 0)[:, None], part.to(tl.float32), 0.0)
+    out = tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     o_at = (begin + i_t).to(tl.int64) * stride_ot + head * stride_oh
     tl.store(p_out + o_at + d, out.to(p_out.dtype.element_ty), mask=d < HEAD_DIM)

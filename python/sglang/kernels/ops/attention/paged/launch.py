@@ -1,7 +1,7 @@
 """Launch settings of paged attention, as data.
 
-Values are guesses from tile arithmetic until ``benchmark/gpu_kernels/attention.py`` has measured them
-on the GPU at hand.
+Values follow from ``benchmark/gpu_kernels/attention.py`` on an H200 with heads of 256; those of smaller
+heads are guesses from tile arithmetic.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class SplitRule:
     multiple of ``step_tokens``, which a block of context must divide.
     """
 
-    min_tokens: int = 128
+    min_tokens: int = 256
     step_tokens: int = 64
-    max_splits: int = 64
+    max_splits: int = 32
 
     def split_tokens(self, context: int) -> int:
         """Tokens of one split of ``context`` tokens, as the kernels compute it."""
@@ -51,17 +51,21 @@ class SplitRule:
 
 
 SPLITS = SplitRule()
-COMBINE_SPLITS = 16
-"""Splits that the combining kernel reads at once."""
+PROMPT_CHUNKS_ON_HOPPER: HopperLaunch | None = HopperLaunch()
+"""Serves prompt chunks wherever it can; None leaves them to ``many_rows``."""
 
 
 def few_rows(head_dim: int, group_rows: int) -> PagedLaunch:
     """Decode and verify: ``group_rows`` query rows share one KV head."""
     block_m = max(16, 1 << (group_rows - 1).bit_length())
-    block_n = 64 if head_dim <= 128 else 32
-    return PagedLaunch(min(block_m, 64), block_n, 4, 3)
+    return PagedLaunch(min(block_m, 64), 64, 4, 3 if head_dim <= 128 else 2)
 
 
 def many_rows(head_dim: int) -> PagedLaunch:
     """Prompt chunks."""
     return PagedLaunch(128, 128, 8, 2) if head_dim <= 128 else PagedLaunch(128, 64, 8, 2)
+
+
+def combine_warps(max_splits: int) -> int:
+    """Warps of the program that reads ``max_splits`` partial results of one row and head at once."""
+    return max(4, min(max_splits // 8, 16))

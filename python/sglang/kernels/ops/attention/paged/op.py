@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
 from sglang.kernels.ops.attention.paged.launch import (
-    COMBINE_SPLITS,
+    PROMPT_CHUNKS_ON_HOPPER,
     SPLITS,
     HopperLaunch,
     PagedLaunch,
     SplitRule,
+    combine_warps,
     few_rows,
     many_rows,
 )
@@ -64,6 +67,31 @@ def workspace_bytes(
 ) -> int:
     """Bytes that a ``SplitWorkspace`` of these sizes holds on the device."""
     return max_rows * num_heads * rule.max_splits * (head_dim * dtype.itemsize + 4)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    """Whether the kernel for compute capability 9.0 can be compiled and run on ``device``."""
+    if device.type != "cuda" or torch.version.hip is not None or triton_support.INTERPRETING:
+        return False
+    experimental = importlib.util.find_spec("triton.experimental")
+    if experimental is None or importlib.util.find_spec("triton.experimental.gluon") is None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _hopper_tile(
+    q: Tensor, k_buffer: Tensor, v_buffer: Tensor, page_size: int
+) -> HopperLaunch | None:
+    """The Hopper kernel's launch if it serves calls of this kind: a matter of the pool, never of the batch."""
+    launch = PROMPT_CHUNKS_ON_HOPPER
+    if launch is None or page_size % launch.block_n or q.shape[-1] not in (128, 256):
+        return None
+    if not q.dtype == k_buffer.dtype == v_buffer.dtype == torch.bfloat16:
+        return None
+    if not (k_buffer.is_contiguous() and v_buffer.is_contiguous()):
+        return None
+    return launch if _is_hopper(q.device) else None
 
 
 def paged_attention(
@@ -117,6 +145,8 @@ def paged_attention(
     out = torch.empty_like(q) if out is None else out
     if not out.numel():
         return out
+    if tile is None and workspace is None and not sliding_window:
+        tile = _hopper_tile(q, k_buffer, v_buffer, page_size)
     if isinstance(tile, HopperLaunch):
         from sglang.kernels.ops.attention.paged.hopper import hopper_prefill
 
@@ -200,9 +230,9 @@ def paged_attention(
             max_query_len,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
-            BLOCK_S=min(COMBINE_SPLITS, rule.max_splits),
             MAX_SPLITS=rule.max_splits,
             SPLIT_MIN=rule.min_tokens,
             SPLIT_STEP=rule.step_tokens,
+            num_warps=combine_warps(rule.max_splits),
         )
     return out
