@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.managers.io_struct import FlushCacheReqInput
+from sglang.srt.managers.io_struct import FlushCacheReqInput, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_harness import InProcessEngine
 
@@ -13,7 +14,7 @@ register_cpu_ci(est_time=15, suite="e2e")
 TEXT = [(i * 37 + 11) % 3000 + 20 for i in range(600)]
 PROMPTS = [TEXT[i * 40 : i * 40 + 30 + 9 * i] for i in range(4)]
 AHEAD = {"device_steps": True, "disable_overlap_schedule": False, "mamba_track_interval": 64}
-HOST = {"device_steps": False}
+HOST = {"device_steps": False, "mamba_track_interval": 64}
 REJECTION = {"speculative_algorithm": "NEXTN", "speculative_use_rejection_sampling": True}
 
 
@@ -96,6 +97,31 @@ def test_prompt_chunks_do_not_queue_up():
     want = InProcessEngine("demo", **HOST).generate([TEXT[:200]], max_new_tokens=4)
     assert engine.generate([TEXT[:200]], max_new_tokens=4) == want
     assert len(most) == 13 and max(most) == 2
+
+
+@pytest.mark.parametrize("algorithm", [None, "NEXTN"])
+def test_digests_are_of_the_last_step(algorithm):
+    """A request ends by a stop token, which the step behind it would have run over."""
+    (plain,) = InProcessEngine("demo", **HOST).generate(PROMPTS[:1], max_new_tokens=40)
+    found = []
+    for mode in (HOST, AHEAD):
+        engine = InProcessEngine("demo", **mode, speculative_algorithm=algorithm)
+        found.append([])
+        for stop in plain[5:40:5]:
+            params = SamplingParams(temperature=0.0, max_new_tokens=60, stop_token_ids=[stop])
+            params.normalize()
+            engine.scheduler.handle(
+                TokenizedGenerateReqInput(
+                    rid=f"{stop}",
+                    input_ids=PROMPTS[0],
+                    sampling_params=params,
+                    return_state_digest=True,
+                )
+            )
+            engine.run()
+            found[-1].append((engine.last(f"{stop}").state_digest, engine.ids(f"{stop}")))
+    assert found[0] == found[1]
+    assert len({digest for digest, _ in found[0]}) > 3
 
 
 def test_counters_leave_out_dropped_rows():
