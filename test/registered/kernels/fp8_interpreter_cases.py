@@ -67,7 +67,7 @@ def test_quantised_rows_agree_with_the_reference(columns):
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "depth"), [(3, 64, 256), (150, 300, 384), (2, 130, 200)]
+    ("rows", "columns", "depth"), [(3, 64, 256), (70, 270, 384), (2, 130, 200)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @EVERY_TILE
@@ -111,16 +111,16 @@ def test_rows_quantised_before_give_the_same_product(tile):
 
 
 @EVERY_TILE
-@pytest.mark.parametrize(("splits", "depth"), [(2, 384), (4, 512), (3, 200)])
+@pytest.mark.parametrize(("splits", "depth"), [(2, 384), (3, 200)])
 def test_split_sums_add_up_to_the_product(tile, splits, depth):
     """A block of K in two ranges or in none, a range that is empty, a part in another's place."""
-    weight, scale = weight_of(300, depth)
-    x = draw(70, depth)
+    weight, scale = weight_of(140, depth)
+    x = draw(20, depth)
     tile = replace(tile, splits=splits)
     parts = block_scaled_split(x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE), tile=tile).cpu()
     want = product_reference(x, weight, scale)
     bound = 1e-5 if triton_support.INTERPRETING else 8e-3
-    assert parts.shape == (splits, 70, 300)
+    assert parts.shape == (splits, 20, 140)
     assert ((parts.sum(0) - want).norm() / want.norm()) < bound
     share = -(-num_groups(depth) // splits) * 128
     first = product_reference(x[:, :share], weight[:, :share], scale[:, : share // 128])
