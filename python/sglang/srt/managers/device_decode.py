@@ -24,6 +24,7 @@ from sglang.srt.model_executor.cuda_graph_runner import (
 from sglang.srt.model_executor.decode_rows import (
     FROM_DEVICE,
     NOBODY,
+    NUM_STAGES,
     DecodeRows,
     RequestState,
     StepInputs,
@@ -41,7 +42,6 @@ from sglang.srt.speculative.drafter import Proposal
 
 NO_GRID = 1
 """The track grid of an engine that stores no boundary states."""
-_NUM_STAGES = 4  # as in StepInputs
 
 
 @dataclass
@@ -159,7 +159,7 @@ class DeviceDecode:
             torch.empty(
                 (most, 2 + self.width), dtype=torch.long, pin_memory=self.device.type == "cuda"
             )
-            for _ in range(_NUM_STAGES)
+            for _ in range(NUM_STAGES)
         ]
         self._turn = 0
 
@@ -227,7 +227,7 @@ class DeviceDecode:
         step.correct[:count].copy_(verdict.correct)
         step.targets[:count].copy_(verdict.targets)
         (packed,) = step.commit()
-        self._turn = (self._turn + 1) % _NUM_STAGES
+        self._turn = (self._turn + 1) % NUM_STAGES
         table = self._results[self._turn][:count]
         table.copy_(packed[:count], non_blocking=True)
         asked = any(r.return_logprob for r in reqs)

@@ -22,8 +22,9 @@ from sglang.srt.model_executor.forward_batch_info import (
 NOBODY = -1
 FROM_DEVICE = -1
 """In place of a length or a bonus: the host does not know it yet, the device does."""
-_NUM_STAGES = 4
-"""Two would do: a step is launched when the one before the last has been waited for."""
+NUM_STAGES = 4
+"""Pinned buffers that steps take in turn. Two would do: a step is launched when the one before the last
+has been waited for."""
 
 
 class RequestState:
@@ -54,7 +55,7 @@ class StepInputs:
         pinned = device.type == "cuda"
         self._stages = [
             torch.empty(4 * max_requests, dtype=torch.long, pin_memory=pinned)
-            for _ in range(_NUM_STAGES)
+            for _ in range(NUM_STAGES)
         ]
         self._turn = 0
 
@@ -67,7 +68,7 @@ class StepInputs:
         track_slots: list[int],
     ) -> None:
         """Upload the columns of ``len(rows)`` requests, padded to ``padded``."""
-        self._turn = (self._turn + 1) % _NUM_STAGES
+        self._turn = (self._turn + 1) % NUM_STAGES
         stage = self._stages[self._turn][: 4 * padded]
         table = stage.numpy().reshape(4, padded)
         table.fill(NOBODY)
