@@ -100,6 +100,20 @@ def test_prompt_chunks_do_not_queue_up():
 
 
 @pytest.mark.parametrize("algorithm", [None, "NEXTN"])
+def test_boundaries_passed_ahead_are_cached(algorithm):
+    """A step ahead starts up to a step beyond what the host knows: it needs its slot that much earlier."""
+    engine = InProcessEngine("demo", **AHEAD, speculative_algorithm=algorithm)
+    ahead = steps_ahead(engine)
+    prompts = [TEXT[i * 70 : i * 70 + 48 + 2 * i] for i in range(8)]
+    outputs = engine.generate(prompts, max_new_tokens=40)
+    assert max(ahead) == 1
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = prompt + output
+        boundary = (len(tokens) - 1) // 64 * 64
+        assert engine.built.memory.match(tokens).cached_len == boundary, len(prompt)
+
+
+@pytest.mark.parametrize("algorithm", [None, "NEXTN"])
 def test_digests_are_of_the_last_step(algorithm):
     """A request ends by a stop token, which the step behind it would have run over."""
     (plain,) = InProcessEngine("demo", **HOST).generate(PROMPTS[:1], max_new_tokens=40)

@@ -32,7 +32,9 @@ CONFIGS = {
     "few-pages-16": {"page_size": 16, "max_total_tokens": 240} | MTP | LOSSLESS,
     "few-pages-64-dspark": {"page_size": 64, "max_total_tokens": 256} | DSPARK | LOSSLESS,
     "few-pages-plain": {"page_size": 1, "max_total_tokens": 240, "chunked_prefill_size": 96},
-    "few-states": {"page_size": 16, "max_mamba_cache_size": 12} | MTP,
+    "few-states": {"page_size": 16, "max_mamba_cache_size": 12, "max_total_tokens": 400}
+    | {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
+    | MTP,
     "few-states-lazy-plain": {"page_size": 16, "max_mamba_cache_size": 8} | LAZY,
     "few-of-both-lazy": {"page_size": 1, "max_mamba_cache_size": 8, "max_total_tokens": 300}
     | {"chunked_prefill_size": 64}
