@@ -61,7 +61,6 @@ def dense_tiles(rows: int) -> Iterator[GemmTile]:
             replace(big, group_m=64),
             replace(big, descriptors=False),
         )
-        yield replace(big, num_warps=16, parts=1)
         yield GemmTile(256, 128, 8, 3, group_m=8, descriptors=True)
         yield from (GemmTile(128, 128, 8, s, group_m=16, descriptors=True) for s in (3, 4, 6))
         yield from (GemmTile(128, 128, 8, 3), GemmTile(128, 128, 8, 4, group_m=16))

@@ -130,6 +130,14 @@ def test_split_sums_add_up_to_the_product(tile, splits, depth):
         block_scaled_linear(x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE), tile=tile)
 
 
+def test_a_part_wider_than_its_scale_is_refused():
+    """Columns 128 and on scaled as columns 0 to 127: wrong by a quarter, and no error."""
+    weight, scale = weight_of(256, 128)
+    tile = replace(launch.dense_tile(1, 128), block_n=256, parts=1)
+    with pytest.raises(ValueError, match="must divide a scale block"):
+        block_scaled_linear(draw(4, 128).to(DEVICE), weight.to(DEVICE), scale.to(DEVICE), tile=tile)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["parts", "descriptors"])
 def test_gating_inside_the_product_gives_the_bits_of_three_launches(name, dtype):

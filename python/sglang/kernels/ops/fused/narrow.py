@@ -26,7 +26,7 @@ class NarrowTile:
     num_stages: int
 
 
-TILE = NarrowTile(block_m=32, block_n=16, block_k=256, num_warps=4, num_stages=3)
+TILE = NarrowTile(block_m=16, block_n=16, block_k=256, num_warps=4, num_stages=3)
 
 
 def narrow_linear(x: Tensor, weight: Tensor, *, tile: NarrowTile | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from sglang.kernels.ops.quantization.fp8 import (
     descriptor_of,
     quantize,
 )
-from sglang.kernels.ops.quantization.launch import check_gated
+from sglang.kernels.ops.quantization.launch import check_gated, part_width
 from sglang.kernels.ops.quantization.rows import GROUP, QuantizedRows
 
 if triton_support.AVAILABLE:
@@ -118,7 +118,8 @@ def _launch(
     out_scales = weight_scale if out_scale is None else out_scale
     depth, num_columns = weight.shape[2], out.shape[1]
     parts = tile.parts if fp8 else 1
-    block_n, block_k = tile.block_n // parts, GROUP if fp8 else tile.block_k
+    block_n = part_width(parts, tile.block_n) if fp8 else tile.block_n
+    block_k = GROUP if fp8 else tile.block_k
     descriptors = tile.descriptors and fp8 and depth % 16 == 0
     order = rows.order
     grid = (rows.num_tiles * -(-num_columns // (block_n if gated else block_n * parts)),)

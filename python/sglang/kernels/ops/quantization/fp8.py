@@ -13,6 +13,7 @@ from sglang.kernels.ops.quantization.launch import (
     check_gated,
     dense_tile,
     gated_tile,
+    part_width,
     split_tile,
 )
 from sglang.kernels.ops.quantization.rows import GROUP, QuantizedRows, num_groups
@@ -161,7 +162,7 @@ def _launch_gemm(
         check_gated(tile.parts, tile.block_n)
     if tile.splits != (out.shape[0] if out.dim() == 3 else 1):
         raise ValueError(f"a tile of {tile.splits} splits cannot fill a result {tuple(out.shape)}")
-    part = tile.block_n // tile.parts
+    part = part_width(tile.parts, tile.block_n)
     scales = weight_scale if out_scale is None else out_scale
     width = part if gated else tile.block_n
     grid = (-(-num_rows // tile.block_m) * -(-num_columns // width), tile.splits)

@@ -1,7 +1,4 @@
-"""Tiles of block-scaled linear maps, as data.
-
-Values are guesses from tile arithmetic until ``benchmark/`` holds a measurement for the GPU at hand.
-"""
+"""Tiles of block-scaled linear maps, as data: the fastest of ``benchmark/gpu_kernels/sweep.py`` on an H200."""
 
 from __future__ import annotations
 
@@ -61,13 +58,12 @@ class GemmTiles:
     split_few: GemmTile
 
 
-_HOPPER_MANY = GemmTile(128, 256, num_warps=8, num_stages=3, parts=2, group_m=16, descriptors=True)
 _NVIDIA = GemmTiles(
-    few=GemmTile(block_m=64, block_n=32, num_warps=4, num_stages=4),
+    few=GemmTile(block_m=64, block_n=32, num_warps=4, num_stages=6, scales_ahead=True),
     few_wide=GemmTile(block_m=64, block_n=64, num_warps=4, num_stages=4),
-    many=_HOPPER_MANY,
+    many=GemmTile(128, 128, num_warps=8, num_stages=4, group_m=16, descriptors=True),
     gated_few=GemmTile(block_m=64, block_n=256, num_warps=4, num_stages=3, parts=2),
-    gated_many=_HOPPER_MANY,
+    gated_many=GemmTile(64, 256, num_warps=8, num_stages=3, parts=2, group_m=16, descriptors=True),
     split_few=GemmTile(block_m=64, block_n=64, num_warps=4, num_stages=4, splits=4),
 )
 _AMD_GATED = GemmTile(block_m=64, block_n=256, num_warps=4, num_stages=2, parts=2)
@@ -119,3 +115,16 @@ def check_gated(parts: int, block_n: int) -> None:
         raise ValueError(
             f"a gated tile has 2 parts of {_GROUP} columns, not {parts} parts of {block_n} together"
         )
+
+
+def part_width(parts: int, block_n: int) -> int:
+    """Columns of one part of a tile.
+
+    Raises: ValueError unless it divides a scale block: a part's product is scaled by one number a row.
+    """
+    width = block_n // parts
+    if width * parts != block_n or _GROUP % width:
+        raise ValueError(
+            f"{parts} parts of {block_n} columns: a part must divide a scale block of {_GROUP} columns"
+        )
+    return width
