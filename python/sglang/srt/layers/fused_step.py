@@ -121,7 +121,7 @@ class FusedStep:
             CaptureHiddenMode.LAST: hidden_wanted,
             CaptureHiddenMode.FULL: hidden_all,
         }[fb.capture_hidden]
-        return LogitsOutput(logits=logits, hidden=captured, taps=taps)
+        return LogitsOutput(scores=logits, hidden=captured, taps=taps)
 
     def _add_optional(self, batch: BatchArgs, fb: ForwardBatch) -> list[object]:
         """Fill the fields that only some calls have; returns what must outlive the call."""

@@ -39,4 +39,4 @@ def select_outputs(
         CaptureHiddenMode.LAST: wanted,
         CaptureHiddenMode.FULL: hidden,
     }[fb.capture_hidden]
-    return LogitsOutput(logits=lm_head(wanted).float(), hidden=captured, taps=taps)
+    return LogitsOutput(scores=lm_head(wanted), hidden=captured, taps=taps)

@@ -72,7 +72,7 @@ class _SizedStep:
 
     def _forward(self) -> Outputs:
         self._current = self._decode.forward(self._size)
-        return self._current.candidates, self._current.output.logits
+        return self._current.candidates, self._current.output.scores
 
     def _commit(self) -> Outputs:
         current, self._current = self._current, None
@@ -125,6 +125,11 @@ class Fence:
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+
+def _only_best(req: Req) -> bool:
+    """Whether the best token of each row is all that the request wants to know."""
+    return req.sampling.is_greedy and not (req.edits_logits or req.return_logprob)
 
 
 class DeviceDecode:
@@ -208,8 +213,10 @@ class DeviceDecode:
             plan.track_slots,
         )
         step = self._step(padded)
-        candidates, logits = step.forward()
-        candidates, logits = candidates[:count], logits[: count * width]
+        candidates, scores = step.forward()
+        candidates, logits = candidates[:count], scores[: count * width]
+        if not all(_only_best(r) for r in reqs):
+            logits = logits.float()
         raw = unedited(reqs, logits)
         proposal = Proposal(tokens=candidates[:, 1:])
         edit_verify_logits(reqs, logits, proposal)

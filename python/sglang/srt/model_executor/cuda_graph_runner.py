@@ -13,7 +13,8 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 Outputs = tuple[Tensor, ...]
-_TYPESTR = {torch.int64: "<i8", torch.float32: "<f4"}
+_CARRIERS = {8: (torch.int64, "<i8"), 4: (torch.int32, "<i4"), 2: (torch.int16, "<i2")}
+"""Integers that bytes of an element are described as, because not every dtype has a description."""
 
 
 class GraphedCall:
@@ -46,10 +47,10 @@ class GraphedCall:
 class _Memory:
     """Device memory that somebody else keeps, as other libraries describe it."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, typestr: str) -> None:
         self.__cuda_array_interface__ = {
             "shape": tuple(tensor.shape),
-            "typestr": _TYPESTR[tensor.dtype],
+            "typestr": typestr,
             "data": (tensor.data_ptr(), False),
             "strides": None,
             "version": 3,
@@ -57,13 +58,12 @@ class _Memory:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """A contiguous int64 or fp32 tensor at the same address that does not keep its memory alive."""
-    if not tensor.is_contiguous() or tensor.dtype not in _TYPESTR:
-        raise ValueError(
-            f"outputs of a graph must be contiguous int64 or float32, got {tensor.dtype} with "
-            f"strides {tensor.stride()}"
-        )
-    return torch.as_tensor(_Memory(tensor), device=tensor.device)
+    """A contiguous tensor at the same address that does not keep its memory alive."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"outputs of a graph must be contiguous, got strides {tensor.stride()}")
+    carrier, typestr = _CARRIERS[tensor.element_size()]
+    memory = _Memory(tensor.view(carrier), typestr)
+    return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
 
 
 class GraphSizes:

@@ -103,8 +103,16 @@ class ForwardBatch:
 
 @dataclass
 class LogitsOutput:
-    """logits [M, vocab] fp32; hidden [M or T, H] as captured; taps [T, F*H] of F tapped layers."""
+    """scores [M, vocab] as the head gives them; hidden [M or T, H] as captured; taps [T, F*H] of F layers.
 
-    logits: Tensor
+    The best token of a row is the same in ``scores`` and in ``logits``, which may be a copy.
+    """
+
+    scores: Tensor
     hidden: Tensor | None = None
     taps: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """[M, vocab] fp32; ``scores`` itself if it is that already."""
+        return self.scores.float()

@@ -9,7 +9,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.decoder_layer import DecoderLayer
 from sglang.srt.layers.fused_step import FusedStep
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.layernorm import RMSNorm, RowForm
 from sglang.srt.layers.linear import Linear
 from sglang.srt.layers.logits_processor import select_outputs
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
@@ -81,8 +81,9 @@ class Qwen3_5MTP(nn.Module):
         embedded = self.pre_fc_norm_embedding(self.embed_tokens(fb.input_ids))
         hidden = self.pre_fc_norm_hidden(fb.spec_hidden.to(self.activation_dtype))
         x = self.fc(torch.cat([embedded, hidden], dim=-1))
-        x = self.layers[0](x, fb, self.attn_backend)
-        return select_outputs(fb, self.norm(x), self.lm_head, None)
+        x, delta = self.layers[0].advance(x, None, fb, self.attn_backend)
+        normed, _ = self.norm.for_reader(x, delta, RowForm.PLAIN)
+        return select_outputs(fb, normed.as_plain(), self.lm_head, None)
 
     def weight_slots(self) -> WeightSlots:
         """Where each ``mtp.`` tensor goes."""

@@ -94,7 +94,7 @@ class MTPDrafter:
             output = self._runner.forward(fb)
             hidden = output.hidden
             if sampler is None:
-                token = torch.argmax(output.logits, dim=-1)
+                token = torch.argmax(output.scores, dim=-1)
             else:
                 token, chances = sampler.choose(output.logits, step + 1)
                 probs.append(chances)
@@ -182,7 +182,7 @@ class MTPDrafter:
             )
             output = self._runner.forward(fb)
             hidden = output.hidden
-            token = torch.argmax(output.logits, dim=-1)
+            token = torch.argmax(output.scores, dim=-1)
             drafts.append(token)
         return torch.stack(drafts, dim=1)
 
@@ -216,7 +216,7 @@ class MTPDrafter:
     def _extend(self, fb: ForwardBatch, rows: Tensor) -> None:
         """Write draft KV for the batch's rows and keep the next first draft of request rows [R]."""
         output = self._runner.forward(fb)
-        self._first_draft[rows] = torch.argmax(output.logits, dim=-1)
+        self._first_draft[rows] = torch.argmax(output.scores, dim=-1)
         self._hidden[rows] = output.hidden.to(self._hidden.dtype)
         if self._first_logits is not None:
             self._first_logits[rows] = output.logits

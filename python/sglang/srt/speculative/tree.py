@@ -133,7 +133,7 @@ def flat_rows(paths: Sequence[Sequence[int]], num_nodes: int) -> list[int]:
 def compact_output(output: LogitsOutput, order: Tensor) -> LogitsOutput:
     """The same output with its rows in ``order`` [R * D]."""
     return LogitsOutput(
-        logits=output.logits[order],
+        scores=output.scores[order],
         hidden=None if output.hidden is None else output.hidden[order],
         taps=None if output.taps is None else output.taps[order],
     )
