@@ -8,7 +8,7 @@ logits by far more than any rounding. References therefore take the choices of t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from sglang.kernels.ops.fused.sums import total_of
 from sglang.kernels.ops.moe.experts import run_experts
 from sglang.kernels.ops.moe.route import route
+from sglang.kernels.ops.quantization.rows import NormedRows
 from sglang.srt.layers import gpu_experts
 from sglang.srt.layers.fp8_linear import FP8Linear
 from sglang.srt.layers.gated_attention import GatedAttention
@@ -27,11 +29,8 @@ from sglang.srt.layers.linear import Linear
 from sglang.srt.layers.mlp import DenseMLP
 from sglang.srt.layers.moe import SparseMoE
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.test.fp8_reference import (
-    dequantize_activations,
-    fake_quantize,
-    rounded_experts_reference,
-)
+from sglang.test.checkpoints.quantize import BLOCK
+from sglang.test.fp8_reference import fake_quantize, rounded_experts_reference
 from sglang.test.model_rig import ModelRig
 
 Routes = Mapping[str, Tensor]
@@ -213,102 +212,66 @@ class _RoutedReference(nn.Module):
         return routed + torch.sigmoid(moe.shared_expert_gate(x)) * moe.shared_expert(x)
 
 
-@dataclass(frozen=True)
-class _MixtureCall:
-    """What one mixture's products were given and gave."""
+def map_errors(rig: ModelRig, plain: nn.Module, *, num_rows: int) -> dict[str, float]:
+    """Relative error of every FP8 map, gated MLP and mixture of a GPU rig, each called by itself.
 
-    rows: Tensor
-    weights: Tensor
-    chosen: Tensor
-    shared: Tensor | None
-    gate: Tensor
-    out: Tensor
-    dtype: torch.dtype
-
-
-def _rounded(x: Any) -> Tensor:
-    """Rows as an FP8 product reads them, fp32 on the CPU; x is plain or quantised already."""
-    if isinstance(x, Tensor):
-        return fake_quantize(x.cpu())
-    return dequantize_activations(x.values.cpu(), x.scale.cpu())
-
-
-class MapLog(AbstractContextManager):
-    """Inputs and outputs of every FP8 map of a GPU rig's last call, recorded inside a ``with`` block.
-
-    Each map is compared by itself, with the very inputs it had, so nothing adds up over layers.
+    plain  the same checkpoint on the CPU, dequantised by the loader; its weights in fp32 products of the
+           same rounded rows are what is right
     """
-
-    def __init__(self, rig: ModelRig) -> None:
-        self._names = _moe_names(rig)
-        self.linears: dict[str, tuple[Tensor, Tensor]] = {}
-        self.mixtures: list[_MixtureCall] = []
-        self._patch = mock.patch.object(gpu_experts, "run_experts", self._run_experts)
-        for name, module in rig.model.named_modules():
-            if isinstance(module, FP8Linear):
-                module.register_forward_hook(self._hook(name))
-
-    def __enter__(self) -> MapLog:
-        self._patch.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._patch.stop()
-
-    def _hook(self, name: str) -> Callable:
-        def record(module: nn.Module, args: tuple, output: Tensor) -> None:
-            self.linears[name] = (_rounded(args[0]), output.cpu())
-
-        return record
-
-    def _run_experts(self, x: Any, weights: Tensor, chosen: Tensor, *args: Any, **options: Any):
-        out = run_experts(x, weights, chosen, *args, **options)
-        shared = options["shared"]
-        call = _MixtureCall(
-            rows=_rounded(x),
-            weights=weights.cpu().float(),
-            chosen=chosen.cpu().long(),
-            shared=None if shared is None else shared.cpu().float(),
-            gate=options["shared_gate"].cpu().float(),
-            out=out.cpu(),
-            dtype=x.dtype,
-        )
-        self.mixtures.append(call)
-        return out
-
-    def errors(self, plain: nn.Module) -> dict[str, float]:
-        """Relative error of each map against fp32 products of the same rounded inputs.
-
-        ``plain`` is the same checkpoint on the CPU, dequantised by the loader.
-        """
-        found = {}
-        for name, (rows, out) in self.linears.items():
+    generator = torch.Generator().manual_seed(num_rows)
+    found = {}
+    for name, module in rig.model.named_modules():
+        if isinstance(module, FP8Linear):
+            x = _rows(num_rows, module.in_features, rig, generator)
             linear = plain.get_submodule(name.removesuffix(".quantized"))
-            want = rows @ linear.weight[: out.shape[1]].T
+            assert isinstance(linear, Linear)
+            want = fake_quantize(x.cpu()) @ linear.weight[: module.out_features].T
             if linear.bias is not None:
-                want += linear.bias[: out.shape[1]]
-            found[name] = relative_error(out, want)
-        for name, call in zip(self._names, self.mixtures, strict=True):
-            found[name] = relative_error(call.out, _mixture(plain.get_submodule(name), call))
-        return found
+                want += linear.bias[: module.out_features]
+            found[name] = relative_error(module(x), want)
+        elif isinstance(module, DenseMLP):
+            x = _rows(num_rows, rig.config.hidden_size, rig, generator)
+            found[name] = relative_error(module(x), _gated_mlp(plain.get_submodule(name), x))
+        elif isinstance(module, gpu_experts.GpuSparseMoE):
+            x = _rows(num_rows, rig.config.hidden_size, rig, generator)
+            found[name] = _mixture_error(module, plain.get_submodule(name), x)
+    return found
 
 
-def _mixture(moe: nn.Module, call: _MixtureCall) -> Tensor:
-    """A shared expert that the call did not get as ``shared`` is computed with the routed ones."""
-    assert isinstance(moe, SparseMoE)
-    experts, shared = moe.experts, call.shared
-    weights = (call.weights, call.chosen)
-    out = rounded_experts_reference(
-        call.rows, *weights, experts.gate_up, experts.down, dtype=call.dtype
+def _rows(num_rows: int, size: int, rig: ModelRig, generator: torch.Generator) -> Tensor:
+    """Rows whose groups of 128 columns differ in size, so that a scale of another group shows."""
+    x = torch.randn(num_rows, size, generator=generator)
+    x *= 1 + torch.arange(size) // BLOCK
+    return x.to(rig.device, rig.model.activation_dtype)
+
+
+def _gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
+    assert isinstance(mlp, DenseMLP)
+    weights = (mlp.gate_up.weight[None], mlp.down.weight[None])
+    one = torch.ones(len(x), 1)
+    rows = fake_quantize(x.cpu())
+    return rounded_experts_reference(
+        rows, one, torch.zeros_like(one).long(), *weights, dtype=x.dtype
     )
-    if shared is None:
-        one = torch.ones(len(out), 1)
-        mlp = moe.shared_expert
-        own = (mlp.gate_up.weight[None], mlp.down.weight[None])
-        shared = rounded_experts_reference(
-            call.rows, one, torch.zeros_like(one).long(), *own, dtype=call.dtype
-        )
-    return out + torch.sigmoid(call.gate) * shared
+
+
+def _mixture_error(moe: gpu_experts.GpuSparseMoE, plain: nn.Module, x: Tensor) -> float:
+    """With the router's own choices, weights and gate, which come from maps that are not FP8."""
+    assert isinstance(plain, SparseMoE)
+    given: list[Tensor] = []
+
+    def noted(rows: Any, weights: Tensor, chosen: Tensor, *args: Any, **options: Any) -> Any:
+        given.extend(t.cpu() for t in (weights, chosen, options["shared_gate"]))
+        return run_experts(rows, weights, chosen, *args, **options)
+
+    with mock.patch.object(gpu_experts, "run_experts", noted):
+        got = total_of(moe(NormedRows(x, None)))
+    weights, chosen, gate = given
+    experts, rows = plain.experts, fake_quantize(x.cpu())
+    choice = (weights.float(), chosen.long())
+    want = rounded_experts_reference(rows, *choice, experts.gate_up, experts.down, dtype=x.dtype)
+    want += torch.sigmoid(gate.float()) * _gated_mlp(plain.shared_expert, x)
+    return relative_error(got, want)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -15,9 +15,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.make_checkpoint import make_checkpoint
 from sglang.test.model_reference import (
-    MapLog,
     RouteLog,
     Routes,
+    map_errors,
     quantized_logits,
     relative_error,
     transformers_logits,
@@ -35,8 +35,9 @@ LENGTH, CUT, STEPS = 150, 97, 12
 # of two e4m3 values, an eighth apart, an activation becomes, so equal formulas end up 0.075 apart after
 # four layers; what each map computes is held to MAP_ERROR by itself.
 RELATIVE_ERROR = {"bf16": 0.05, "fp8": 0.12}
-MAP_ERROR = 0.01
-"""Products of the same rounded inputs differ by the bf16 rounding of the result (0.0015)."""
+MAP_ERROR = 0.015
+"""The bf16 rounding of a result is 0.0017; two maps in a row with an e4m3 rounding between them make 0.0065
+of differences of 1e-4 in the first one's sums, which are the tensor cores'."""
 REGRET = 0.15
 """Share of probability that a router may miss; bf16 noise alone explains 0.04."""
 DTYPES = pytest.mark.parametrize("dtype", list(RELATIVE_ERROR))
@@ -105,24 +106,21 @@ def test_prefill_and_decode(arch, dtype, checkpoints):
     assert relative_error(got[1:], want[:-1]) > 0.3, "the measure must see a difference"
 
 
-@pytest.mark.parametrize("num_rows", [1, LENGTH])
+@pytest.mark.parametrize("num_rows", [1, 4, LENGTH])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_fp8_map_by_itself(arch, num_rows, checkpoints):
     """A scale of the wrong block, a weight's part in the wrong place, a lost expert."""
     path = checkpoints[arch, "fp8"]
     rig, plain = gpu_rig(path), ModelRig(path, kernels="torch")
-    with MapLog(rig) as log:
-        rig.run(ForwardMode.EXTEND, [tokens_of_prompt()[:num_rows]], [0])
-    errors = log.errors(plain.model)
+    errors = map_errors(rig, plain.model, num_rows=num_rows)
     worst = max(errors, key=errors.__getitem__)
     print(f"{arch}, {num_rows} rows: worst of {len(errors)} maps {errors[worst]:.5f} ({worst})")
     assert errors[worst] < MAP_ERROR, worst
-    assert len(log.linears) >= 2 * len(plain.model.layers)
-    assert len(errors) == len(log.linears) + (0 if arch == "qwen3_5" else len(plain.model.layers))
-    first = plain.model.layers[0].mixer.out_proj
-    first.weight[:128, :128] *= 1.25
+    assert len(errors) >= 3 * len(plain.model.layers)
     name = "layers.0.mixer.out_proj"
-    assert log.errors(plain.model)[name] > 2 * MAP_ERROR, "the measure must see one block's scale"
+    plain.model.get_submodule(name).weight[:128, :128] *= 1.25
+    found = map_errors(rig, plain.model, num_rows=num_rows)[name]
+    assert found > 2 * MAP_ERROR, "the measure must see one block's scale"
 
 
 @BOTH_SCRATCHES
