@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -44,6 +43,14 @@ HEAD_DIM = 256
 HEADS = {"35B": (16, 2), "27B": (24, 4)}
 DECODE = ((25, 4, 27_000), (25, 1, 27_000), (8, 4, 1_024), (8, 4, 4_096), (1, 4, 4_096))
 PREFILL = ((1, 8_192, 18_432), (1, 8_192, 0), (8, 1_024, 0), (1, 8_192, 8_192))
+TAILS = (
+    (1, 16, 26_000),
+    (1, 64, 26_000),
+    (1, 128, 26_000),
+    (1, 256, 26_000),
+    (1, 512, 26_000),
+    (1, 128, 4_096),
+)
 BF16 = torch.bfloat16
 
 
@@ -186,35 +193,35 @@ def graph_us(calls: list[Callable[[], object]], blocks: int = 5, replays: int = 
 
 
 def decode_settings(case: Case) -> Iterator[Setting]:
-    """The table's first; then tiles under the table's rule; then rules under the table's tile."""
+    """The table's first; then the Hopper kernel, tiles under the table's rule, rules under both."""
     group_rows = case.steps * case.heads // case.kv_heads
     table = few_rows(HEAD_DIM, group_rows)
+    shared = HopperLaunch(32, 2, programs=2)
     yield Setting(table, SPLITS)
-    height = max(16, 1 << (group_rows - 1).bit_length())
-    for n, warps, stages in (
-        (32, 4, 2),
-        (32, 4, 3),
-        (64, 4, 2),
-        (64, 8, 2),
-        (64, 8, 3),
-        (32, 2, 3),
-    ):
-        yield Setting(PagedLaunch(height, n, warps, stages), SPLITS)
-    if height < 64:
-        yield Setting(PagedLaunch(64, 64, 4, 2), SPLITS)
-    for least, most in product((64, 128, 256), (32, 64, 128)):
-        yield Setting(table, SplitRule(least, 64, most))
+    for launch in (shared, HopperLaunch(64, 2), HopperLaunch(64, 3)):
+        yield Setting(launch, SPLITS)
     yield Setting(table, SPLITS, "float32")
+    for least, most in ((128, 32), (256, 64), (512, 32), (256, 16), (128, 64)):
+        for tile in (table, shared):
+            yield Setting(tile, SplitRule(least, 64, most))
+    height = max(16, 1 << (group_rows - 1).bit_length())
+    for n, warps, stages in ((32, 4, 2), (32, 4, 3), (64, 4, 3), (64, 2, 2)):
+        yield Setting(PagedLaunch(height, n, warps, stages), SPLITS)
 
 
 def prefill_settings(case: Case) -> Iterator[Setting]:
-    yield Setting(many_rows(HEAD_DIM))
-    for m, n, warps, stages in ((128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4), (64, 64, 4, 2)):
-        yield Setting(PagedLaunch(m, n, warps, stages))
-
-
-def hopper_settings(case: Case) -> Iterator[Setting]:
+    """The Hopper kernel first; its blocks; the general kernel."""
     yield Setting(HopperLaunch())
+    yield Setting(HopperLaunch(32, 4))
+    yield Setting(HopperLaunch(32, 3))
+    yield Setting(many_rows(HEAD_DIM))
+
+
+def tail_settings(case: Case) -> Iterator[Setting]:
+    """A short chunk after a long prefix: whole, and split by either kernel."""
+    yield Setting(HopperLaunch())
+    for tile in (many_rows(HEAD_DIM), HopperLaunch(32, 2, programs=2), HopperLaunch(64, 2)):
+        yield Setting(tile, SPLITS)
 
 
 def sweep(case: Case, what: str, settings: list[Setting], stop: float) -> list[Timing]:
@@ -269,7 +276,8 @@ def kernels_of(case: Case, setting: Setting) -> dict[str, float]:
             for layer in range(case.layers):
                 case.call(setting, space, layer)
         torch.cuda.synchronize()
-    return {e.key: e.device_time_total / e.count for e in profile.key_averages()}
+    means = {e.key: e.device_time_total / e.count for e in profile.key_averages()}
+    return {name: us for name, us in means.items() if us}
 
 
 def time_stores(rows: int, heads: int, kv_heads: int) -> list[Timing]:
@@ -325,9 +333,11 @@ def run_case(
     heads: tuple[int, int],
     settings_of: Callable[[Case], Iterator[Setting]],
     stop: float,
-) -> tuple[list[Timing], dict[str, float]]:
-    """Timings of one shape and the kernels of its first setting."""
-    split = settings_of is decode_settings
+    *,
+    with_peers: bool,
+) -> tuple[list[Timing], dict[str, dict[str, float]]]:
+    """Timings of one shape and the kernels of its first two settings."""
+    split = settings_of is not prefill_settings
     requests, steps, prefix = shape
     size = requests * (prefix + steps) * heads[1] * HEAD_DIM * 4
     layers = max(1, min(24, int(2 * L2_BYTES / size))) if split else 1
@@ -335,9 +345,9 @@ def run_case(
     what = f"{requests} x {steps} after {prefix}"
     settings = list(dict.fromkeys(settings_of(case)))
     found = sweep(case, what, settings, stop)
-    if settings_of is not hopper_settings:
+    if with_peers:
         found += peers(case, what)
-    kernels = kernels_of(case, settings[0])
+    kernels = {str(asdict(setting)): kernels_of(case, setting) for setting in settings[:2]}
     report(found)
     print(f"{what}: kernels {kernels}", flush=True)
     return found, kernels
@@ -348,33 +358,39 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", choices=tuple(HEADS), default="35B")
     parser.add_argument("--budget-s", type=float, default=90.0)
+    parser.add_argument("--peers", action="store_true", help="also time PyTorch's attention")
     options = parser.parse_args()
     torch.manual_seed(0)
     stop = time.monotonic() + options.budget_s
     heads = HEADS[options.model]
     found: list[Timing] = []
-    kernels: dict[str, dict[str, float]] = {}
-    runs = [(DECODE[0], decode_settings), *((shape, prefill_settings) for shape in PREFILL)]
+    kernels: dict[str, dict[str, dict[str, float]]] = {}
+    runs = [(DECODE[0], decode_settings), (PREFILL[0], prefill_settings)]
+    runs += [(shape, tail_settings) for shape in TAILS]
     runs += [(shape, decode_settings) for shape in DECODE[1:]]
-    runs += [(shape, hopper_settings) for shape in PREFILL]
-    for rows in (100, 8_192):
-        lines = time_stores(rows, *heads)
-        report(lines)
-        found += lines
+    runs += [(shape, prefill_settings) for shape in PREFILL[1:]]
     for shape, settings_of in runs:
         if time.monotonic() > stop:
             break
-        lines, profile = run_case(shape, heads, settings_of, stop)
+        lines, profile = run_case(shape, heads, settings_of, stop, with_peers=options.peers)
         found += lines
         kernels["{} x {} after {}: {}".format(*shape, settings_of.__name__)] = profile
         torch.cuda.empty_cache()
+        _save(options, found, kernels)
+    if time.monotonic() < stop:
+        for rows in (100, 8_192):
+            lines = time_stores(rows, *heads)
+            report(lines)
+            found += lines
         _save(options, found, kernels)
     if wrong := [line for line in found if not line.us]:
         raise SystemExit(f"{len(wrong)} settings gave a wrong result")
 
 
 def _save(
-    options: argparse.Namespace, found: list[Timing], kernels: dict[str, dict[str, float]]
+    options: argparse.Namespace,
+    found: list[Timing],
+    kernels: dict[str, dict[str, dict[str, float]]],
 ) -> None:
     content = {
         "gpu": torch.cuda.get_device_name(0),

@@ -21,10 +21,14 @@ class PagedLaunch:
 
 @dataclass(frozen=True)
 class HopperLaunch:
-    """Ring of the kernel that fetches with the copy engine: tokens of a block, blocks held at once."""
+    """Ring of a kernel that fetches with the copy engine: tokens of a block, blocks held at once.
+
+    ``programs`` share a multiprocessor's registers; prompt chunks take 1.
+    """
 
     block_n: int = 64
     num_stages: int = 2
+    programs: int = 1
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class SplitRule:
 SPLITS = SplitRule()
 PROMPT_CHUNKS_ON_HOPPER: HopperLaunch | None = HopperLaunch()
 """Serves prompt chunks wherever it can; None leaves them to ``many_rows``."""
+SPLITS_ON_HOPPER: HopperLaunch | None = None
+"""Serves split contexts wherever it can; None leaves them to ``few_rows``."""
 
 
 def few_rows(head_dim: int, group_rows: int) -> PagedLaunch:
@@ -62,7 +68,7 @@ def few_rows(head_dim: int, group_rows: int) -> PagedLaunch:
 
 
 def many_rows(head_dim: int) -> PagedLaunch:
-    """Prompt chunks."""
+    """Prompt chunks, whole or split."""
     return PagedLaunch(128, 128, 8, 2) if head_dim <= 128 else PagedLaunch(128, 64, 8, 2)
 
 

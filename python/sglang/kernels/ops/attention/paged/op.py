@@ -13,6 +13,7 @@ from sglang.kernels import triton_support
 from sglang.kernels.ops.attention.paged.launch import (
     PROMPT_CHUNKS_ON_HOPPER,
     SPLITS,
+    SPLITS_ON_HOPPER,
     HopperLaunch,
     PagedLaunch,
     SplitRule,
@@ -80,18 +81,34 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _hopper_tile(
-    q: Tensor, k_buffer: Tensor, v_buffer: Tensor, page_size: int
-) -> HopperLaunch | None:
-    """The Hopper kernel's launch if it serves calls of this kind: a matter of the pool, never of the batch."""
-    launch = PROMPT_CHUNKS_ON_HOPPER
-    if launch is None or page_size % launch.block_n or q.shape[-1] not in (128, 256):
-        return None
-    if not q.dtype == k_buffer.dtype == v_buffer.dtype == torch.bfloat16:
-        return None
-    if not (k_buffer.is_contiguous() and v_buffer.is_contiguous()):
-        return None
-    return launch if _is_hopper(q.device) else None
+def _tile_for(
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    *,
+    page_size: int,
+    group_rows: int | None,
+    is_split: bool,
+    has_window: bool,
+) -> PagedLaunch | HopperLaunch:
+    """The launch table's entry: a matter of the pool and of the kind of call, never of its batch.
+
+    group_rows  query rows of a decode or verify step that share a KV head; None for prompt chunks
+    """
+    head_dim = q.shape[-1]
+    launch = SPLITS_ON_HOPPER if is_split else PROMPT_CHUNKS_ON_HOPPER
+    if (
+        launch is not None
+        and not has_window
+        and page_size % launch.block_n == 0
+        and head_dim in (128, 256)
+        and q.dtype == k_buffer.dtype == v_buffer.dtype == torch.bfloat16
+        and k_buffer.is_contiguous()
+        and v_buffer.is_contiguous()
+        and _is_hopper(q.device)
+    ):
+        return launch
+    return many_rows(head_dim) if group_rows is None else few_rows(head_dim, group_rows)
 
 
 def paged_attention(
@@ -110,6 +127,7 @@ def paged_attention(
     workspace: SplitWorkspace | None = None,
     out: Tensor | None = None,
     page_size: int = 1,
+    prompt_chunks: bool = False,
     tile: PagedLaunch | HopperLaunch | None = None,
 ) -> Tensor:
     """Attend each request's rows to its whole context, which the pool already holds.
@@ -124,8 +142,10 @@ def paged_attention(
         max_query_len        at least the rows of any request; decides the grid
         workspace            splits long contexts over programs; for at most its max_rows rows
         page_size            positions k * page_size .. + page_size - 1 lie in consecutive slots
-        tile                 overrides the launch table; a ``HopperLaunch`` without workspace and window,
-                             for bf16 rows and pool on compute capability 9.0
+        prompt_chunks        with a workspace: the table's tile does not follow ``max_query_len``, which the
+                             batch decides there; without one, it never does
+        tile                 overrides the launch table; a ``HopperLaunch`` without window, for bf16 rows,
+                             pool and workspace on compute capability 9.0
     Returns: out [T, N, d] in q's dtype.
     Row t of request r sees positions 0 .. prefix_lens[r] + t (all of the request's if not causal), and
     with a window only those less than ``sliding_window`` away. Sums are fp32 in ascending position
@@ -145,14 +165,77 @@ def paged_attention(
     out = torch.empty_like(q) if out is None else out
     if not out.numel():
         return out
-    if tile is None and workspace is None and not sliding_window:
-        tile = _hopper_tile(q, k_buffer, v_buffer, page_size)
-    if isinstance(tile, HopperLaunch):
-        from sglang.kernels.ops.attention.paged.hopper import hopper_prefill
+    group = num_heads // num_kv_heads
+    if tile is None:
+        few = workspace is not None and not prompt_chunks
+        tile = _tile_for(
+            q,
+            k_buffer,
+            v_buffer,
+            page_size=page_size,
+            group_rows=max_query_len * group if few else None,
+            is_split=workspace is not None,
+            has_window=sliding_window > 0,
+        )
+    if workspace is not None and workspace.rule.step_tokens % tile.block_n:
+        step = workspace.rule.step_tokens
+        raise ValueError(f"splits step by {step} tokens, blocks have {tile.block_n}")
+    table = (req_to_token, rows, prefix_lens, query_start_loc)
+    scale_log2 = scaling * _LOG2_E
+    if isinstance(tile, PagedLaunch):
+        _attend(
+            q,
+            k_buffer,
+            v_buffer,
+            out,
+            workspace,
+            table=table,
+            max_query_len=max_query_len,
+            scale_log2=scale_log2,
+            is_causal=is_causal,
+            sliding_window=sliding_window,
+            page_size=page_size,
+            tile=tile,
+        )
+    else:
+        if sliding_window:
+            raise ValueError("the Hopper kernels take no sliding window")
+        _attend_on_hopper(
+            q,
+            k_buffer,
+            v_buffer,
+            out,
+            workspace,
+            table=table,
+            max_query_len=max_query_len,
+            scale_log2=scale_log2,
+            is_causal=is_causal,
+            page_size=page_size,
+            launch=tile,
+        )
+    if workspace is not None:
+        _combine(out, workspace, table, max_query_len)
+    return out
 
-        if workspace is not None or sliding_window:
-            raise ValueError("the Hopper kernel takes neither a workspace nor a sliding window")
-        table = (req_to_token, rows, prefix_lens, query_start_loc)
+
+def _attend_on_hopper(
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    out: Tensor,
+    workspace: SplitWorkspace | None,
+    *,
+    table: tuple[Tensor, Tensor, Tensor, Tensor],
+    max_query_len: int,
+    scale_log2: float,
+    is_causal: bool,
+    page_size: int,
+    launch: HopperLaunch,
+) -> None:
+    """Whole contexts into ``out``, or splits into the workspace."""
+    from sglang.kernels.ops.attention.paged.hopper import hopper_prefill, hopper_split
+
+    if workspace is None:
         hopper_prefill(
             q,
             k_buffer,
@@ -160,49 +243,73 @@ def paged_attention(
             out,
             table=table,
             max_query_len=max_query_len,
-            scale_log2=scaling * _LOG2_E,
+            scale_log2=scale_log2,
             is_causal=is_causal,
             page_size=page_size,
-            launch=tile,
+            launch=launch,
         )
-        return out
-    group = num_heads // num_kv_heads
-    tile_rows = max_query_len * group
+        return
+    hopper_split(
+        q,
+        k_buffer,
+        v_buffer,
+        workspace.partial,
+        workspace.lse,
+        table=table,
+        max_query_len=max_query_len,
+        num_splits=workspace.num_splits,
+        rule=workspace.rule,
+        scale_log2=scale_log2,
+        is_causal=is_causal,
+        page_size=page_size,
+        launch=launch,
+    )
+
+
+def _attend(
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    out: Tensor,
+    workspace: SplitWorkspace | None,
+    *,
+    table: tuple[Tensor, Tensor, Tensor, Tensor],
+    max_query_len: int,
+    scale_log2: float,
+    is_causal: bool,
+    sliding_window: int,
+    page_size: int,
+    tile: PagedLaunch,
+) -> None:
+    """The same by the kernel for every device, dtype and page."""
+    head_dim = q.shape[-1]
+    num_kv_heads = k_buffer.shape[1]
+    group = q.shape[1] // num_kv_heads
     rule = SPLITS if workspace is None else workspace.rule
-    if tile is None:
-        tile = many_rows(head_dim) if workspace is None else few_rows(head_dim, tile_rows)
-    if workspace is not None and rule.step_tokens % tile.block_n:
-        raise ValueError(f"splits step by {rule.step_tokens} tokens, blocks have {tile.block_n}")
-    tiles_m = -(-tile_rows // tile.block_m)
-    pairs = rows.shape[0] * num_kv_heads
+    tiles_m = -(-max_query_len * group // tile.block_m)
+    pairs = table[1].shape[0] * num_kv_heads
     grid = (tiles_m, pairs) if workspace is None else (pairs, tiles_m, workspace.num_splits)
-    block_d = 1 << (head_dim - 1).bit_length()
-    part = q if workspace is None else workspace.partial
-    lse = q if workspace is None else workspace.lse
     paged_attention_kernel[grid](
         q,
         k_buffer,
         v_buffer,
         out,
-        part,
-        lse,
-        req_to_token,
-        rows,
-        prefix_lens,
-        query_start_loc,
+        q if workspace is None else workspace.partial,
+        q if workspace is None else workspace.lse,
+        *table,
         q.stride(0),
         q.stride(1),
         k_buffer.stride(1),
         v_buffer.stride(1),
         out.stride(0),
         out.stride(1),
-        req_to_token.stride(0),
+        table[0].stride(0),
         num_kv_heads,
-        scaling * _LOG2_E,
+        scale_log2,
         sliding_window,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
+        BLOCK_D=_block(head_dim),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         STRIDE_K=k_buffer.stride(0),
@@ -216,23 +323,34 @@ def paged_attention(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if workspace is not None:
-        combine_splits_kernel[(rows.shape[0] * max_query_len, num_heads)](
-            part,
-            lse,
-            out,
-            rows,
-            prefix_lens,
-            query_start_loc,
-            out.stride(0),
-            out.stride(1),
-            num_heads,
-            max_query_len,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            MAX_SPLITS=rule.max_splits,
-            SPLIT_MIN=rule.min_tokens,
-            SPLIT_STEP=rule.step_tokens,
-            num_warps=combine_warps(rule.max_splits),
-        )
-    return out
+
+
+def _combine(
+    out: Tensor,
+    workspace: SplitWorkspace,
+    table: tuple[Tensor, Tensor, Tensor, Tensor],
+    max_query_len: int,
+) -> None:
+    """The splits of every row into ``out``."""
+    num_heads, head_dim = out.shape[1:]
+    rule = workspace.rule
+    combine_splits_kernel[(table[1].shape[0] * max_query_len, num_heads)](
+        workspace.partial,
+        workspace.lse,
+        out,
+        *table[1:],
+        out.stride(0),
+        out.stride(1),
+        num_heads,
+        max_query_len,
+        HEAD_DIM=head_dim,
+        BLOCK_D=_block(head_dim),
+        MAX_SPLITS=rule.max_splits,
+        SPLIT_MIN=rule.min_tokens,
+        SPLIT_STEP=rule.step_tokens,
+        num_warps=combine_warps(rule.max_splits),
+    )
+
+
+def _block(size: int) -> int:
+    return 1 << (size - 1).bit_length()
