@@ -28,10 +28,16 @@ import torch
 import triton
 from torch import Tensor
 
-from sglang.kernels.ops.attention.fla import prefill_call, prefill_kernels
+from sglang.kernels.ops.attention.fla import (
+    prefill_call,
+    prefill_kernels,
+    prefill_lean_call,
+    prefill_lean_kernels,
+)
 from sglang.kernels.ops.attention.fla.fused_gdn_gating import fused_gdn_gating
 from sglang.kernels.ops.attention.fla.gdn_prefill import chunked_rule_torch, gdn_prefill
 from sglang.kernels.ops.attention.fla.prefill_launch import (
+    LEAN_HALF,
     ChunkTile,
     PrefillTiles,
     StateTile,
@@ -51,11 +57,12 @@ MODELS = {"35B": (16, 32), "27B": (16, 48)}
 HEAD_DIM, TOKENS, WIDTH, COPIES = 128, 8192, 4, 2
 SHAPES = {"1 x 8192": [TOKENS], "8 x 1024": [TOKENS // 8] * 8}
 TABLE = prefill_tiles(2)
+FORMS = {"lean": LEAN_HALF, "products": prefill_tiles(2)}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One line. ``floor_us``: bytes that must move, at the streaming rate."""
+    """One line. ``floor_us``: bytes that must move, at the streaming rate. ``same_bits``: as its form's first tile."""
 
     model: str
     shape: str
@@ -64,6 +71,7 @@ class Timing:
     us: float
     floor_us: float
     error: float
+    same_bits: bool | None = None
 
 
 @dataclass
@@ -85,49 +93,57 @@ class Layer:
         return HEAD_DIM**-0.5
 
 
-def chunk_tiles() -> Iterator[ChunkTile]:
+def chunk_tiles(form: str) -> Iterator[ChunkTile]:
     """Most promising first: what a budget cuts off is the tail."""
-    base = TABLE.chunk
+    base = FORMS[form].chunk
     yield base
-    for registers in (128, None):
-        yield replace(base, max_registers=registers)
-    for width, registers in ((64, 168), (64, None), (128, None)):
-        yield replace(base, block_d=width, max_registers=registers)
-    yield replace(base, base=8)
-    yield replace(base, solve_precision="bf16x3", max_registers=None)
-    yield replace(base, num_stages=2)
-    yield replace(base, num_warps=8, block_d=64, max_registers=128)
-    yield replace(base, solve_precision="ieee", max_registers=None)
-    yield replace(base, base=4)
+    if form == "lean":
+        for registers in (None, 128):
+            yield replace(base, max_registers=registers)
+        yield replace(base, heads=2, max_registers=None)
+        yield replace(base, block_d=64)
+        for size in (4, 8, 16):
+            yield replace(base, base=size)
+        yield replace(base, solve_precision="tf32", base=16)
+        yield replace(base, num_warps=8, max_registers=None)
+        yield replace(base, num_warps=8, max_registers=None, heads=2)
+        return
+    yield replace(base, block_d=64, max_registers=168)
 
 
-def state_tiles() -> Iterator[StateTile]:
-    yield TABLE.state
-    for rows, warps, stages in (
-        (64, 4, 3),
-        (128, 8, 2),
-        (32, 4, 2),
-        (128, 8, 3),
-        (32, 4, 3),
-        (32, 2, 2),
-        (64, 8, 2),
-        (64, 4, 1),
-        (16, 2, 3),
-    ):
+def state_tiles(form: str) -> Iterator[StateTile]:
+    base = FORMS[form].state
+    yield base
+    if form == "lean":
+        for rows, warps, stages, copies in (
+            (64, 4, 2, True),
+            (64, 4, 3, False),
+            (128, 8, 3, True),
+            (64, 4, 2, False),
+            (128, 8, 2, True),
+            (32, 4, 3, True),
+            (64, 8, 3, True),
+            (32, 4, 3, False),
+        ):
+            yield StateTile(rows, warps, stages, None, copies)
+        return
+    for rows, warps, stages in ((32, 4, 3), (128, 8, 3), (64, 4, 3)):
         yield StateTile(rows, warps, stages, None)
 
 
 def conv_tiles() -> Iterator[ConvTile]:
     yield PREFILL_TILE
-    for tokens in (16, 32, 64, 128):
-        for rows, block, warps in (
-            (4, 1024, 4),
-            (8, 1024, 4),
-            (4, 512, 2),
-            (4, 512, 4),
-            (8, 512, 4),
-        ):
-            yield ConvTile(tokens, rows, block, warps)
+    for tokens, rows, block, warps in (
+        (16, 4, 512, 4),
+        (32, 4, 256, 2),
+        (32, 4, 256, 4),
+        (32, 2, 512, 4),
+        (16, 4, 256, 2),
+        (32, 8, 256, 2),
+        (32, 4, 1024, 8),
+        (32, 4, 1024, 4),
+    ):
+        yield ConvTile(tokens, rows, block, warps)
 
 
 def graph_us(calls: list[Callable[[], object]], blocks: int = 5, replays: int = 3) -> float:
@@ -174,6 +190,8 @@ def compile_all(calls: list[Callable[[], object]]) -> None:
         for module, name in (
             (prefill_kernels, "prefill_chunk_kernel"),
             (prefill_kernels, "prefill_state_kernel"),
+            (prefill_lean_kernels, "lean_chunk_kernel"),
+            (prefill_lean_kernels, "lean_state_kernel"),
             (conv_kernels, "conv_prefill_kernel"),
             (conv_kernels, "conv_window_kernel"),
         ):
@@ -215,8 +233,13 @@ def run_once(layer: Layer, tiles: PrefillTiles) -> tuple[Tensor, Tensor]:
     return out, states[1:]
 
 
-def check(layer: Layer, tiles: PrefillTiles) -> float:
-    """Relative distance from the PyTorch form. Raises: RuntimeError if it is large or a second run differs."""
+def check(
+    layer: Layer, tiles: PrefillTiles, first: tuple[Tensor, Tensor] | None = None
+) -> tuple[float, bool]:
+    """Relative distance from the PyTorch form, and whether the bits are those of ``first``.
+
+    Raises: RuntimeError if the distance is large or a second run differs.
+    """
     out, states = run_once(layer, tiles)
     error = max(distance(out, layer.want), distance(states, layer.want_state))
     again, other = run_once(layer, tiles)
@@ -224,83 +247,122 @@ def check(layer: Layer, tiles: PrefillTiles) -> float:
         raise RuntimeError(f"relative distance {error:.3g}")
     if not (torch.equal(out, again) and torch.equal(states, other)):
         raise RuntimeError("two runs of one input differ")
-    return error
+    same = first is None or (torch.equal(out, first[0]) and torch.equal(states, first[1]))
+    return error, same
 
 
-def chunk_calls(layer: Layer, tile: ChunkTile) -> list[Callable[[], object]]:
-    tiles = replace(TABLE, chunk=tile)
-    plan, scratch = layer.plan, prefill_call.PrefillScratch.allocate(layer.copies[0], layer.plan)
+def chunk_calls(layer: Layer, tiles: PrefillTiles) -> list[Callable[[], object]]:
+    x, plan, scale = layer.copies[0], layer.plan, layer.scale
+    if tiles.lean:
+        lean = prefill_lean_call.LeanScratch.allocate(x, plan)
+        return [
+            lambda x=x: prefill_lean_call.run_lean_chunks(x, plan, lean, tiles, scale)
+            for x in layer.copies
+        ]
+    scratch = prefill_call.PrefillScratch.allocate(x, plan)
     return [
-        lambda x=x: prefill_call.run_chunks(x, plan, scratch, tiles, layer.scale)
-        for x in layer.copies
+        lambda x=x: prefill_call.run_chunks(x, plan, scratch, tiles, scale) for x in layer.copies
     ]
 
 
-def state_calls(layer: Layer, tile: StateTile) -> list[Callable[[], object]]:
-    tiles = replace(TABLE, state=tile)
-    scratches = [prefill_call.PrefillScratch.allocate(x, layer.plan) for x in layer.copies]
-    for x, scratch in zip(layer.copies, scratches):
-        prefill_call.run_chunks(x, layer.plan, scratch, tiles, layer.scale)
+def state_calls(layer: Layer, tiles: PrefillTiles) -> list[Callable[[], object]]:
+    plan, slots = layer.plan, layer.slots
     out, pool = torch.empty_like(layer.want), layer.pool.clone()
-    return [
-        lambda x=x, s=s: prefill_call.run_states(
-            x, layer.plan, s, tiles, pool, layer.slots, None, out
-        )
-        for x, s in zip(layer.copies, scratches)
-    ]
+    calls: list[Callable[[], object]] = []
+    for x in layer.copies:
+        if tiles.lean:
+            lean = prefill_lean_call.LeanScratch.allocate(x, plan)
+            prefill_lean_call.run_lean_chunks(x, plan, lean, tiles, layer.scale)
+            calls.append(
+                lambda x=x, lean=lean: prefill_lean_call.run_lean_states(
+                    x, plan, lean, tiles, pool, slots, None, out
+                )
+            )
+        else:
+            scratch = prefill_call.PrefillScratch.allocate(x, plan)
+            prefill_call.run_chunks(x, plan, scratch, tiles, layer.scale)
+            calls.append(
+                lambda x=x, scratch=scratch: prefill_call.run_states(
+                    x, plan, scratch, tiles, pool, slots, None, out
+                )
+            )
+    return calls
 
 
-def floors(layer: Layer) -> dict[str, float]:
+def floors(layer: Layer, *, lean: bool) -> dict[str, float]:
     """Bytes in and out of each kernel, scratch included, at the streaming rate."""
     heads, value_heads = MODELS[layer.name]
     rows = TOKENS * HEAD_DIM * 2
     q_k, v = 2 * heads * rows, value_heads * rows
-    scratch = value_heads * rows * 2 + value_heads * TOKENS * 64 * 2
+    squares = value_heads * TOKENS * 64 * 2
     states = 2 * layer.want_state.numel() * 4
-    parts = {"chunk": q_k + v + scratch, "state": q_k + v + scratch + states}
+    if lean:
+        parts = {"chunk": q_k + 2 * squares, "state": q_k + 2 * squares + 2 * v + states}
+    else:
+        scratch = value_heads * rows * 2 + squares
+        parts = {"chunk": q_k + v + scratch, "state": q_k + v + scratch + states}
     whole = q_k + 2 * v + states
     return {name: size / BYTES_PER_US for name, size in (parts | {"whole": whole}).items()}
 
 
-def bench_layer(layer: Layer, stop: float, *, peer: bool) -> Iterator[Timing]:
-    floor = floors(layer)
+def whole_calls(layer: Layer, tiles: PrefillTiles) -> list[Callable[[], object]]:
+    pool = layer.pool.clone()
+    return [
+        lambda x=x: gdn_prefill(x, pool, layer.slots, layer.plan, scale=layer.scale, tiles=tiles)
+        for x in layer.copies
+    ]
 
-    def line(what: str, tile: Any, us: float, kind: str, error: float) -> Timing:
-        own = None if tile is None else asdict(tile)
-        return Timing(layer.name, layer.shape, what, own, us, floor[kind], error)
 
-    def whole() -> list[Callable[[], object]]:
-        pool = layer.pool.clone()
-        return [
-            lambda x=x: gdn_prefill(x, pool, layer.slots, layer.plan, scale=layer.scale)
-            for x in layer.copies
-        ]
+def bench_form(layer: Layer, form: str, stop: float) -> Iterator[Timing]:
+    """The form's first tiles, every candidate of either kernel, and the best of both together."""
+    base, floor = FORMS[form], floors(layer, lean=FORMS[form].lean)
 
-    error = check(layer, TABLE)
-    yield line("prefill, table's tiles", None, graph_us(whole()), "whole", error)
+    def line(what: str, tile: Any, us: float, kind: str, error: float, same: bool | None) -> Timing:
+        return Timing(
+            layer.name, layer.shape, f"{form} {what}", asdict(tile), us, floor[kind], error, same
+        )
+
+    error, _ = check(layer, base)
+    first = run_once(layer, base)
+    yield line(
+        "prefill, first tiles", base, graph_us(whole_calls(layer, base)), "whole", error, None
+    )
     best: dict[str, tuple[float, Any]] = {}
-    groups = (("state", state_tiles(), state_calls), ("chunk", chunk_tiles(), chunk_calls))
+    groups = (("state", state_tiles(form), state_calls), ("chunk", chunk_tiles(form), chunk_calls))
     for kind, candidates, calls in groups:
         for tile in candidates:
+            tiles = replace(base, **{kind: tile})
             if time.monotonic() > stop:
-                print(f"{layer.name} {layer.shape} {kind}: out of time", flush=True)
+                print(f"{layer.name} {layer.shape} {form} {kind}: out of time", flush=True)
                 break
             try:
-                error = check(layer, replace(TABLE, **{kind: tile}))
-                us = graph_us(calls(layer, tile))
+                error, same = check(layer, tiles, first)
+                us = graph_us(calls(layer, tiles))
             except (
                 Exception
             ) as problem:  # a candidate that does not fit or not compute is a finding
-                print(f"{layer.name} {layer.shape} {kind} {tile}: {str(problem)[:200]}", flush=True)
+                where = f"{layer.name} {layer.shape} {form} {kind}"
+                print(f"{where} {tile}: {str(problem)[:200]}", flush=True)
                 continue
             best[kind] = min(best.get(kind, (us, tile)), (us, tile), key=lambda pair: pair[0])
-            yield line(kind, tile, us, kind, error)
+            yield line(kind, tile, us, kind, error, same)
     if len(best) == 2:
-        tiles = replace(TABLE, chunk=best["chunk"][1], state=best["state"][1])
-        sum_us = best["chunk"][0] + best["state"][0]
-        yield line("prefill, best tiles (sum)", tiles, sum_us, "whole", check(layer, tiles))
+        tiles = replace(base, chunk=best["chunk"][1], state=best["state"][1])
+        error, same = check(layer, tiles, first)
+        us = graph_us(whole_calls(layer, tiles))
+        yield line("prefill, best tiles", tiles, us, "whole", error, same)
+
+
+def bench_layer(layer: Layer, begin: float, stop: float, *, peer: bool) -> Iterator[Timing]:
+    share = (stop - begin) / len(FORMS)
+    for number, form in enumerate(FORMS, start=1):
+        try:
+            yield from bench_form(layer, form, begin + number * share)
+        except Exception as problem:  # one form's first tiles must not hide the other's figures
+            print(f"{layer.name} {layer.shape} {form}: {str(problem)[:300]}", flush=True)
     if peer and (us := peer_us(layer)) is not None:
-        yield line("peer: fla-core", None, us, "whole", 0.0)
+        floor = floors(layer, lean=True)["whole"]
+        yield Timing(layer.name, layer.shape, "peer: fla-core", None, us, floor, 0.0)
 
 
 def peer_us(layer: Layer) -> float | None:
@@ -387,19 +449,22 @@ def bench_conv(model: str, shape: str, stop: float) -> Iterator[Timing]:
 def report(timing: Timing) -> None:
     ratio = timing.us / timing.floor_us
     tile = "" if timing.tile is None else str(timing.tile)
+    bits = {None: "", True: "same bits", False: "OTHER BITS"}[timing.same_bits]
     print(
         f"{timing.model} {timing.shape}  {timing.what:26s} {timing.us:8.1f} us "
-        f"{ratio:5.2f} x floor  error {timing.error:.1e}  {tile}",
+        f"{ratio:5.2f} x floor  error {timing.error:.1e}  {bits:11s}{tile}",
         flush=True,
     )
 
 
 def all_launches(layer: Layer) -> list[Callable[[], object]]:
     made: list[Callable[[], object]] = []
-    for tile in chunk_tiles():
-        made += chunk_calls(layer, tile)[:1]
-    for tile in state_tiles():
-        made.append(lambda tile=tile: state_calls(layer, tile)[0]())
+    for form, base in FORMS.items():
+        for chunk in chunk_tiles(form):
+            made += chunk_calls(layer, replace(base, chunk=chunk))[:1]
+        for state in state_tiles(form):
+            tiles = replace(base, state=state)
+            made.append(lambda tiles=tiles: state_calls(layer, tiles)[0]())
     inputs = conv_inputs(layer.name, layer.shape)
     for tile in dict.fromkeys(conv_tiles()):
         made += conv_calls(inputs, tile)[:1]
@@ -436,7 +501,7 @@ def main() -> None:
         if number % len(SHAPES) == 0:
             compile_all(all_launches(layer))
             print(f"{model}: compiled after {time.monotonic() - begin:.0f} s", flush=True)
-        take(bench_layer(layer, stop, peer=options.peer))
+        take(bench_layer(layer, time.monotonic(), stop, peer=options.peer))
         take(bench_conv(model, shape, stop))
         del layer
         torch.cuda.empty_cache()

@@ -12,6 +12,11 @@ import torch
 
 from sglang.kernels import triton_support
 from sglang.kernels.ops.attention.fla.gdn_prefill import chunked_rule_torch, gdn_prefill
+from sglang.kernels.ops.attention.fla.prefill_launch import (
+    LEAN_HALF,
+    PrefillTiles,
+    prefill_tiles,
+)
 from sglang.kernels.ops.attention.fla.prefill_plan import (
     PrefillPlan,
     PrefillTokens,
@@ -29,6 +34,8 @@ CUTS = [-1, 63, -1, 17, 128, 70]
 SLOTS, DESTS, NUM_SLOTS = [3, 9, -1, 5, 0, 7], [-1, 1, -1, 2, 4, 6], 11
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 3e-3}
 NAN = float("nan")
+POINTERS = replace(LEAN_HALF, state=replace(LEAN_HALF.state, copy_engine=False, num_stages=2))
+FORMS = {"products": prefill_tiles(2), "lean": LEAN_HALF}
 
 
 @dataclass
@@ -42,6 +49,7 @@ class Case:
     a_log: torch.Tensor
     dt_bias: torch.Tensor
     pool: torch.Tensor
+    tiles: PrefillTiles | None = None
 
     @property
     def scale(self) -> float:
@@ -60,7 +68,10 @@ class Case:
 
 
 def make_case(
-    heads: tuple[int, int, int], dtype: torch.dtype, state: torch.dtype = torch.float32
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    state: torch.dtype = torch.float32,
+    form: str | None = None,
 ) -> Case:
     h, hv, dim = heads
     generator = torch.Generator().manual_seed(3)
@@ -83,6 +94,7 @@ def make_case(
         (draw(hv) * 0.5).to(DEVICE),
         (draw(hv) * 0.5).to(DEVICE),
         pool.to(DEVICE, state),
+        None if form is None else FORMS[form],
     )
 
 
@@ -93,7 +105,15 @@ def run(
     slots = torch.tensor(SLOTS, device=DEVICE, dtype=torch.int32)
     dests = None if cuts is None else torch.tensor(DESTS, device=DEVICE)
     plan = plan or plan_prefill(case.lengths, cuts, DEVICE)
-    out = gdn_prefill(case.tokens(), pool, slots, plan, scale=case.scale, track_dests=dests)
+    out = gdn_prefill(
+        case.tokens(),
+        pool,
+        slots,
+        plan,
+        scale=case.scale,
+        track_dests=dests,
+        tiles=case.tiles,
+    )
     return out, pool
 
 
@@ -103,7 +123,8 @@ def run_alone(case: Case, i: int, cut: int) -> tuple[torch.Tensor, torch.Tensor]
     x = case.tokens().rows(span.start, span.stop)
     slots, dests = (torch.tensor([values[i]], device=DEVICE) for values in (SLOTS, DESTS))
     plan = plan_prefill([case.lengths[i]], [cut], DEVICE)
-    return gdn_prefill(x, pool, slots, plan, scale=case.scale, track_dests=dests), pool
+    out = gdn_prefill(x, pool, slots, plan, scale=case.scale, track_dests=dests, tiles=case.tiles)
+    return out, pool
 
 
 def reference(case: Case, i: int) -> GdnTrace:
@@ -123,12 +144,14 @@ def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "form"), [(DTYPES[0], None), (DTYPES[1], "products"), (DTYPES[1], "lean")], ids=str
+)
 @pytest.mark.parametrize("heads", GEOMETRIES, ids=str)
-def test_agrees_with_the_recurrence(heads, dtype):
+def test_agrees_with_the_recurrence(heads, dtype, form):
     """A chunk bound off by one, a wrong decay, a lost start state, a head group mixed up, a boundary state of
     other rows, a write outside the destinations, a read outside the prompts (all NaN)."""
-    case, bound = make_case(heads, dtype), BOUND[dtype]
+    case, bound = make_case(heads, dtype, form=form), BOUND[dtype]
     out, pool = run(case)
     untouched = [i for i in range(NUM_SLOTS) if i not in SLOTS + DESTS]
     assert untouched and same_bits(pool[untouched], case.pool[untouched])
@@ -160,10 +183,11 @@ def test_agrees_with_the_portable_form_and_is_not_blind():
         assert gap(out, other) > 3e-4
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("heads", GEOMETRIES if ON_GPU else GEOMETRIES[1:], ids=str)
-def test_bits_do_not_depend_on_the_batch(heads):
+def test_bits_do_not_depend_on_the_batch(heads, form):
     """A tile chosen by the batch, a sum over a neighbour's rows (its NaN would show)."""
-    case = make_case(heads, DTYPES[1])
+    case = make_case(heads, DTYPES[1], form=form)
     out, pool = run(case)
     for i in (3, 5) if ON_GPU else (3,):
         alone, own = run_alone(case, i, CUTS[i])
@@ -180,9 +204,10 @@ def test_bits_do_not_depend_on_the_batch(heads):
     assert not same_bits(run(changed)[0], out)
 
 
-def test_bits_up_to_the_boundary_do_not_depend_on_it():
+@pytest.mark.parametrize("form", FORMS)
+def test_bits_up_to_the_boundary_do_not_depend_on_it(form):
     """A cut that changes rows before it, or a boundary state unlike that of a prompt that ends there."""
-    case = make_case(GEOMETRIES[-1], DTYPES[1])
+    case = make_case(GEOMETRIES[-1], DTYPES[1], form=form)
     out, pool = run(case)
     plain, states = run(case, None)
     for i, cut in enumerate(CUTS):
@@ -197,14 +222,15 @@ def test_bits_up_to_the_boundary_do_not_depend_on_it():
     ended = case.pool.clone()
     plan = plan_prefill(short.lengths, None, DEVICE)
     slots = torch.tensor([SLOTS[5]], device=DEVICE)
-    gdn_prefill(short.tokens(), ended, slots, plan, scale=case.scale)
+    gdn_prefill(short.tokens(), ended, slots, plan, scale=case.scale, tiles=case.tiles)
     assert same_bits(ended[SLOTS[5]], pool[DESTS[5]])
     assert not same_bits(out[case.span(5)], plain[case.span(5)])
 
 
-def test_narrow_states_and_repeats():
+@pytest.mark.parametrize("form", FORMS)
+def test_narrow_states_and_repeats(form):
     """A state narrowed before its last row; a race (every run of one input must give the same bits)."""
-    case = make_case(GEOMETRIES[0], DTYPES[1], DTYPES[1])
+    case = make_case(GEOMETRIES[0 if ON_GPU else -1], DTYPES[1], DTYPES[1], form)
     wide = replace(case, pool=case.pool.float())
     out, pool = run(case)
     exact_out, exact = run(wide)
@@ -213,6 +239,37 @@ def test_narrow_states_and_repeats():
     for _ in range(20 if ON_GPU else 1):
         again, states = run(case)
         assert same_bits(again, out) and same_bits(states, pool)
+
+
+def test_bits_do_not_depend_on_how_rows_are_fetched():
+    """A tile that the copy engine fetches from elsewhere, or uses before it is there; rows it cannot fetch."""
+    case = make_case(GEOMETRIES[0 if ON_GPU else -1], DTYPES[1], form="lean")
+    out, pool = run(case)
+    again, states = run(replace(case, tiles=POINTERS))
+    assert same_bits(again, out) and same_bits(states, pool)
+    shifted = torch.full((case.mixed.shape[0], case.mixed.shape[1] + 1), NAN).to(case.mixed)
+    shifted[:, 1:] = case.mixed
+    odd = replace(case, mixed=shifted[:, 1:])
+    again, states = run(odd)
+    assert same_bits(again, out) and same_bits(states, pool)
+    assert not same_bits(run(replace(case, tiles=FORMS["products"]))[0], out)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_that_nearly_repeat(form):
+    """An inverse that loses its digits where the matrix is far from one: all keys alike, no decay, beta near 1."""
+    case = make_case(GEOMETRIES[-1], DTYPES[1], form=form)
+    h, hv, dim = case.heads
+    columns = slice(h * dim, 2 * h * dim)
+    rows = case.mixed[1:-1, columns]
+    rows.copy_(0.05 * rows + case.mixed[1, columns])
+    case.gates[:, :hv] = -9
+    case.gates[:, hv:] = 9
+    out, pool = run(case)
+    for i in (4, 5):
+        want = reference(case, i)
+        assert gap(out[case.span(i)], want.out[0]) < 4 * BOUND[DTYPES[1]]
+        assert gap(pool[SLOTS[i]], want.final[0]) < 4 * BOUND[DTYPES[1]]
 
 
 def test_nothing_to_do_and_bad_input():

@@ -19,7 +19,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _diagonal_inverse(a, C: tl.constexpr, BASE: tl.constexpr):
+def diagonal_inverse(a, C: tl.constexpr, BASE: tl.constexpr):
     """Inverse of I + the diagonal blocks of a [C, C], column after column; exact zeros outside the blocks."""
     N: tl.constexpr = C // BASE
     i = tl.arange(0, C)
@@ -51,7 +51,7 @@ def _join_pairs(inverse, a, C: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.c
 @triton.jit
 def unit_lower_inverse(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^-1 of a strictly lower a [C, C]: row i depends on rows up to i alone, bit for bit."""
-    inverse = _diagonal_inverse(a, C, BASE)
+    inverse = diagonal_inverse(a, C, BASE)
     for level in tl.static_range(4):
         if (BASE << level) < C:
             inverse = _join_pairs(inverse, a, C, BASE << level, PRECISION)
@@ -59,7 +59,7 @@ def unit_lower_inverse(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.con
 
 
 @triton.jit
-def _row_gates(p_a, p_b, a_log, dt_bias, inside):
+def row_gates(p_a, p_b, a_log, dt_bias, inside):
     """(log decay, beta) of rows, both 0 outside; the formula of the recurrent step."""
     x = tl.load(p_a, mask=inside, other=0.0).to(tl.float32) + dt_bias
     soft = tl.where(x <= 20.0, tl.log(1.0 + tl.exp(x)), x)
@@ -142,7 +142,7 @@ def prefill_chunk_kernel(
 
     for i in tl.static_range(HEADS):
         i_h = first_head + i
-        log_decay, beta = _row_gates(
+        log_decay, beta = row_gates(
             a + (start + o_c) * stride_a_token + i_h,
             b + (start + o_c) * stride_b_token + i_h,
             tl.load(a_log + i_h).to(tl.float32),

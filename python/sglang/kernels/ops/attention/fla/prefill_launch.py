@@ -1,6 +1,7 @@
 """Tiles of the chunked prefill, as data.
 
-Values are guesses from tile arithmetic until ``benchmark/gdn_prefill`` holds a measurement for the GPU at hand.
+`_HALF` is what ``benchmark/gdn_prefill`` measured on an H200 for the 35B model: 220 us and 232 us for one prompt of
+8,192 rows, 219 us and 260 us for eight of 1,024. The others are guesses from tile arithmetic.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 class ChunkTile:
     """One program of the chunk kernel: a chunk and `heads` value heads that share a key head.
 
-    `base`: size of the diagonal blocks inverted by substitution; larger blocks are merged by products at
-    `solve_precision`. `block_d`: columns of q, k, v in a product. `max_registers` a thread, None for no bound.
+    `base`: size of the diagonal blocks inverted by substitution (the lean kernel negates at 2); larger blocks are
+    merged by products at `solve_precision` ("fp16", the lean kernel alone: 16-bit operands). `block_d`: columns of q, k, v in a product. `max_registers` a thread, None for no bound.
     """
 
     heads: int
@@ -29,21 +30,26 @@ class ChunkTile:
 
 @dataclass(frozen=True)
 class StateTile:
-    """One program of the state kernel: `block_v` state rows of one value head of one request."""
+    """One program of the state kernel: `block_v` state rows of one value head of one request.
+
+    `copy_engine`: whole chunks are fetched through tensor descriptors; the lean kernels alone can.
+    """
 
     block_v: int
     num_warps: int
     num_stages: int
     max_registers: int | None
+    copy_engine: bool = False
 
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """`dot_precision` matters to fp32 activations alone."""
+    """`dot_precision` matters to fp32 activations alone. `lean`: the kernels that hand on the inverse."""
 
     chunk: ChunkTile
     state: StateTile
     dot_precision: str
+    lean: bool = False
 
 
 _HALF = PrefillTiles(
@@ -51,12 +57,12 @@ _HALF = PrefillTiles(
         heads=1,
         base=16,
         solve_precision="tf32",
-        block_d=32,
+        block_d=64,
         num_warps=4,
         num_stages=1,
         max_registers=168,
     ),
-    StateTile(block_v=64, num_warps=4, num_stages=2, max_registers=None),
+    StateTile(block_v=32, num_warps=4, num_stages=3, max_registers=None),
     dot_precision="tf32",
 )
 _SINGLE = PrefillTiles(
@@ -73,6 +79,21 @@ _SINGLE = PrefillTiles(
     dot_precision="tf32x3",
 )
 
+
+LEAN_HALF = PrefillTiles(
+    ChunkTile(
+        heads=1,
+        base=2,
+        solve_precision="fp16",
+        block_d=128,
+        num_warps=4,
+        num_stages=1,
+        max_registers=168,
+    ),
+    StateTile(block_v=64, num_warps=4, num_stages=3, max_registers=None, copy_engine=True),
+    dot_precision="tf32",
+    lean=True,
+)
 
 # 64 KB of shared memory hold one stage, and AMD has no tf32 everywhere.
 _AMD_HALF = replace(

@@ -1,0 +1,285 @@
+"""Triton kernels of the chunked gated delta rule that hand on the inverse itself.
+
+With the terms of `prefill_kernels`, per chunk:
+
+    X = T diag(beta)                                          the only solved matrix, [C, C]
+    N = X v - X (diag(exp(G)) k S^T)
+
+Against products of X with v and k this moves a third of the bytes between the two kernels, and costs the state
+kernel one product more. All entries of I + A, of T and of the products that make T are at most 1 (a chain of
+contractions between unit keys), so that 16-bit floats carry them with tf32's mantissa.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sglang.kernels.ops.attention.fla.prefill_kernels import diagonal_inverse, row_gates
+
+
+@triton.jit
+def lower_inverse(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 of a strictly lower a [C, C]: row i depends on rows up to i alone, bit for bit.
+
+    PRECISION "fp16": 16-bit operands, for entries of at most 1; others are those of `tl.dot`.
+    """
+    i = tl.arange(0, C)
+    HALF: tl.constexpr = PRECISION == "fp16"
+    DOT: tl.constexpr = "tf32" if HALF else PRECISION
+    operand = tl.float16 if HALF else tl.float32
+    # The highest bit in which row and column differ says at which size they part.
+    apart = i[:, None] ^ i[None, :]
+    if BASE == 2:
+        inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, -a, 0.0))
+    else:
+        inverse = diagonal_inverse(a, C, BASE)
+    right = a.to(operand)
+    for level in tl.static_range(1, 6):
+        if (1 << level) >= BASE and (1 << level) < C:
+            # [[P, 0], [L, Q]] -> [[P, 0], [-Q L P, Q]]: of inverse @ a only Q L is kept.
+            own = inverse.to(operand)
+            moved = tl.dot(own, right, input_precision=DOT)
+            moved = tl.where(apart >> level == 1, moved, 0.0).to(operand)
+            inverse -= tl.dot(moved, own, input_precision=DOT)
+    return inverse
+
+
+@triton.jit
+def lean_chunk_kernel(
+    q,
+    k,
+    a,
+    b,
+    a_log,
+    dt_bias,
+    solved,
+    attn,
+    q_coef,
+    k_coef,
+    s_coef,
+    decay,
+    chunks,
+    scale,
+    stride_a_token,
+    stride_b_token,
+    stride_q_token: tl.constexpr,
+    stride_q_head: tl.constexpr,
+    stride_k_token: tl.constexpr,
+    stride_k_head: tl.constexpr,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    HEADS: tl.constexpr,
+    BASE: tl.constexpr,
+    SOLVE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """What a chunk needs no state for. Grid (HV / HEADS, chunks).
+
+    Per chunk and value head: solved [C, C] = T diag(beta); attn [C, C] the scaled and decayed q.k; q_coef,
+    k_coef, s_coef [C] fp32 the factors of a row's q against the state, of its k against the state, and of its k
+    on the way into the state; decay fp32 exp(G_last).
+    """
+    i_c = tl.program_id(1)
+    first_head = tl.program_id(0) * HEADS
+    i_k = first_head // GROUP
+    start = tl.load(chunks + i_c * 2).to(tl.int64)
+    count = tl.load(chunks + i_c * 2 + 1)
+    o_c = tl.arange(0, C)
+    o_d = tl.arange(0, BLOCK_D)
+    inside = o_c < count
+    element = solved.dtype.element_ty
+
+    p_k = k + start * stride_k_token + i_k * stride_k_head
+    p_q = q + start * stride_q_token + i_k * stride_q_head
+    k_tile = o_c[:, None] * stride_k_token + o_d[None, :]
+    q_tile = o_c[:, None] * stride_q_token + o_d[None, :]
+    gram = tl.zeros([C, C], dtype=tl.float32)
+    seen = tl.zeros([C, C], dtype=tl.float32)
+    self_q = tl.zeros([C, C], dtype=tl.float32)
+    for d in tl.static_range(0, K, BLOCK_D):
+        b_k = tl.load(p_k + d + k_tile, mask=inside[:, None], other=0.0)
+        b_q = tl.load(p_q + d + q_tile, mask=inside[:, None], other=0.0)
+        gram = tl.dot(b_k, tl.trans(b_k), acc=gram, input_precision=DOT)
+        seen = tl.dot(b_q, tl.trans(b_k), acc=seen, input_precision=DOT)
+        self_q = tl.dot(b_q, tl.trans(b_q), acc=self_q, input_precision=DOT)
+    # Tensor cores square the rows too: all that is kept of q.q is its diagonal.
+    same = o_c[:, None] == o_c[None, :]
+    norm_k = tl.rsqrt(tl.sum(tl.where(same, gram, 0.0), axis=1) + 1e-6)
+    norm_q = tl.rsqrt(tl.sum(tl.where(same, self_q, 0.0), axis=1) + 1e-6) * scale
+    below = o_c[:, None] > o_c[None, :]
+    upto = o_c[:, None] >= o_c[None, :]
+    gram *= norm_k[:, None] * norm_k[None, :]
+    seen *= norm_q[:, None] * norm_k[None, :]
+
+    for i in tl.static_range(HEADS):
+        i_h = first_head + i
+        log_decay, beta = row_gates(
+            a + (start + o_c) * stride_a_token + i_h,
+            b + (start + o_c) * stride_b_token + i_h,
+            tl.load(a_log + i_h).to(tl.float32),
+            tl.load(dt_bias + i_h).to(tl.float32),
+            inside,
+        )
+        total = tl.cumsum(log_decay, axis=0)
+        last = tl.sum(log_decay, axis=0)
+        gap = tl.exp(tl.where(upto, total[:, None] - total[None, :], 0.0))
+        place = i_c.to(tl.int64) * HV + i_h
+        square = place * C * C + o_c[:, None] * C + o_c[None, :]
+        tl.store(attn + square, tl.where(upto, seen * gap, 0.0).to(element))
+        growth = tl.exp(total)
+        tl.store(q_coef + place * C + o_c, norm_q * growth)
+        tl.store(k_coef + place * C + o_c, norm_k * growth)
+        tl.store(s_coef + place * C + o_c, norm_k * tl.exp(tl.minimum(last - total, 0.0)))
+        tl.store(decay + place, tl.exp(last))
+        lower = tl.where(below, gram * gap * beta[:, None], 0.0)
+        inverse = lower_inverse(lower, C, BASE, SOLVE)
+        tl.store(solved + square, (inverse * beta[None, :]).to(element))
+
+
+@triton.jit
+def _advance(b_s, b_k, b_v, b_x, b_q, b_a, b_kc, b_sc, b_qc, fade, DOT: tl.constexpr):
+    """One chunk: (state, out) [BV, K], [BV, C] from the state and the chunk's tiles."""
+    element = b_x.dtype
+    b_h = b_s.to(element)
+    b_n = tl.dot(tl.trans(b_v), tl.trans(b_x), input_precision=DOT)
+    b_y = tl.dot(b_h, tl.trans(b_k), input_precision=DOT) * -b_kc[None, :]
+    b_n = tl.dot(b_y.to(element), tl.trans(b_x), acc=b_n, input_precision=DOT)
+    b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT) * b_qc[None, :]
+    grown = (b_n * b_sc[None, :]).to(element)
+    b_s = tl.dot(grown, b_k, acc=b_s * fade, input_precision=DOT)
+    b_o = tl.dot(b_n.to(element), tl.trans(b_a), acc=b_o, input_precision=DOT)
+    return b_s, b_o
+
+
+@triton.jit
+def lean_state_kernel(
+    q,
+    k,
+    v,
+    solved,
+    attn,
+    q_coef,
+    k_coef,
+    s_coef,
+    decay,
+    q_rows,
+    k_rows,
+    v_rows,
+    solved_rows,
+    attn_rows,
+    out,
+    pool,
+    slots,
+    dests,
+    requests,
+    num_slots,
+    stride_slot,
+    stride_q_token: tl.constexpr,
+    stride_q_head: tl.constexpr,
+    stride_k_token: tl.constexpr,
+    stride_k_head: tl.constexpr,
+    stride_v_token: tl.constexpr,
+    stride_v_head: tl.constexpr,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_DESTS: tl.constexpr,
+    COPY_ENGINE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Walk the chunks of a request with the state in registers. Grid (V / BV, HV, requests).
+
+    Two spans and a transposed form, as in `prefill_state_kernel`. Whole chunks need no masks; a span's rest of
+    under C rows does. COPY_ENGINE: tensor descriptors `*_rows` of the same matrices fetch the whole chunks.
+    """
+    i_h = tl.program_id(1)
+    i_n = tl.program_id(2)
+    row = tl.load(requests + i_n * 4)
+    stop = tl.load(requests + i_n * 4 + 1)
+    end = tl.load(requests + i_n * 4 + 2)
+    chunk = tl.load(requests + i_n * 4 + 3)
+    slot = tl.load(slots + i_n).to(tl.int64)
+    dest = tl.full([], -1, tl.int64)
+    if HAS_DESTS:
+        dest = tl.load(dests + i_n).to(tl.int64)
+        dest = tl.where(stop > row, dest, -1)
+    o_c = tl.arange(0, C)
+    o_k = tl.arange(0, K)
+    first_v = tl.program_id(0) * BV
+    o_v = first_v + tl.arange(0, BV)
+    p_state = pool + i_h * V * K + o_v[:, None] * K + o_k[None, :]
+    live = (slot >= 0) & (slot < num_slots)
+    b_s = tl.load(p_state + slot * stride_slot, mask=live, other=0.0).to(tl.float32)
+    # Scalar pointers move along the chunks; tiles are offsets of 32 bits that stay.
+    i_k = i_h // GROUP
+    k += i_k * stride_k_head
+    q += i_k * stride_q_head
+    v += i_h * stride_v_head
+    out += i_h * V
+    k_tile = o_c[:, None] * stride_k_token + o_k[None, :]
+    q_tile = o_c[:, None] * stride_q_token + o_k[None, :]
+    v_tile = o_c[:, None] * stride_v_token + o_v[None, :]
+    square = o_c[:, None] * C + o_c[None, :]
+    out_tile = o_c[None, :] * (HV * V) + o_v[:, None]
+
+    for _ in range(2):
+        whole = (stop - row) // C
+        rest = (stop - row) % C
+        place = chunk.to(tl.int64) * HV + i_h
+        fade = tl.load(decay + place, mask=stop > row, other=1.0)
+        for i in tl.range(whole, num_stages=STAGES):
+            here = place + i * HV
+            start = (row + i * C).to(tl.int64)
+            # The next chunk's factor is on its way while this one is computed.
+            next_fade = tl.load(decay + here + HV, mask=(i + 1) * C < stop - row, other=1.0)
+            if COPY_ENGINE:
+                low = row + i * C
+                block = (chunk * HV + i_h + i * HV) * C
+                b_k = k_rows.load([low, i_k * stride_k_head])
+                b_v = v_rows.load([low, i_h * stride_v_head + first_v])
+                b_x = solved_rows.load([block, 0])
+                b_q = q_rows.load([low, i_k * stride_q_head])
+                b_a = attn_rows.load([block, 0])
+            else:
+                b_k = tl.load(k + start * stride_k_token + k_tile)
+                b_v = tl.load(v + start * stride_v_token + v_tile)
+                b_x = tl.load(solved + here * (C * C) + square)
+                b_q = tl.load(q + start * stride_q_token + q_tile)
+                b_a = tl.load(attn + here * (C * C) + square)
+            b_kc = tl.load(k_coef + here * C + o_c)
+            b_sc = tl.load(s_coef + here * C + o_c)
+            b_qc = tl.load(q_coef + here * C + o_c)
+            b_s, b_o = _advance(b_s, b_k, b_v, b_x, b_q, b_a, b_kc, b_sc, b_qc, fade, DOT)
+            p_o = out + start * (HV * V) + out_tile
+            tl.store(p_o, b_o.to(out.dtype.element_ty))
+            fade = next_fade
+        if rest > 0:
+            here = place + whole * HV
+            start = (row + whole * C).to(tl.int64)
+            inside = o_c < rest
+            b_k = tl.load(k + start * stride_k_token + k_tile, mask=inside[:, None], other=0.0)
+            b_v = tl.load(v + start * stride_v_token + v_tile, mask=inside[:, None], other=0.0)
+            b_q = tl.load(q + start * stride_q_token + q_tile, mask=inside[:, None], other=0.0)
+            b_x = tl.load(solved + here * (C * C) + square)
+            b_a = tl.load(attn + here * (C * C) + square)
+            b_kc = tl.load(k_coef + here * C + o_c)
+            b_sc = tl.load(s_coef + here * C + o_c)
+            b_qc = tl.load(q_coef + here * C + o_c)
+            b_s, b_o = _advance(b_s, b_k, b_v, b_x, b_q, b_a, b_kc, b_sc, b_qc, fade, DOT)
+            p_o = out + start * (HV * V) + out_tile
+            tl.store(p_o, b_o.to(out.dtype.element_ty), mask=inside[None, :])
+            whole += 1
+        stored = (dest >= 0) & (dest < num_slots)
+        tl.store(p_state + dest * stride_slot, b_s.to(pool.dtype.element_ty), mask=stored)
+        chunk += whole
+        row = stop
+        stop = end
+        dest = slot
