@@ -155,6 +155,15 @@ def quantized_logits(path: str, tokens: Sequence[int], routes: Routes) -> tuple[
     return rig.run(ForwardMode.EXTEND, [list(tokens)], [0]).logits, regret
 
 
+def plain_logits(path: str, tokens: Sequence[int], routes: Routes) -> tuple[Tensor, Regret]:
+    """fp32 logits [T, vocab] of the CPU's module path in PyTorch, with the given routes and no rounding."""
+    rig = ModelRig(path, kernels="torch")
+    regret = Regret()
+    for name, chosen in routes.items():
+        _replace(rig.model, name, chosen, regret, rounds=False)
+    return rig.run(ForwardMode.EXTEND, [list(tokens)], [0]).logits, regret
+
+
 def round_inputs(model: nn.Module, routes: Routes, regret: Regret) -> None:
     """Make a CPU model on dequantised weights round its activations as the FP8 kernels do."""
     for name, module in list(model.named_modules()):
@@ -167,9 +176,7 @@ def round_inputs(model: nn.Module, routes: Routes, regret: Regret) -> None:
         elif isinstance(module, DenseMLP):
             maps = [module.gate_up, module.down]
         elif isinstance(module, SparseMoE):
-            chosen = routes[name]
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, _RoutedReference(module, chosen, regret))
+            _replace(model, name, routes[name], regret, rounds=True)
             continue
         else:
             continue
@@ -191,25 +198,41 @@ class _PartlyRounded(nn.Module):
         return torch.cat([rounded, plain], dim=1).split(list(rows), dim=1)
 
 
+def _replace(model: nn.Module, name: str, chosen: Tensor, regret: Regret, *, rounds: bool) -> None:
+    """Give the mixture ``name`` the choices ``chosen``."""
+    moe = model.get_submodule(name)
+    assert isinstance(moe, SparseMoE)
+    parent, _, own = name.rpartition(".")
+    routed = _RoutedReference(moe, chosen, regret, rounds=rounds)
+    setattr(model.get_submodule(parent), own, routed)
+
+
 class _RoutedReference(nn.Module):
     """A mixture with given choices; weights come from its own router."""
 
-    def __init__(self, moe: SparseMoE, chosen: Tensor, regret: Regret) -> None:
+    def __init__(self, moe: SparseMoE, chosen: Tensor, regret: Regret, *, rounds: bool) -> None:
         super().__init__()
         self.moe = moe
         self.chosen = chosen
         self.regret = regret
+        self.rounds = rounds
 
     def forward(self, x: Tensor) -> Tensor:
         moe = self.moe
         probs = torch.softmax(moe.gate(x).float(), dim=-1)
         self.regret.note(probs, self.chosen)
         weights = _weights(probs, self.chosen, renormalise=moe.norm_topk_prob)
-        experts = moe.experts
-        routed = rounded_experts_reference(
+        return self._routed(x, weights) + torch.sigmoid(
+            moe.shared_expert_gate(x)
+        ) * moe.shared_expert(x)
+
+    def _routed(self, x: Tensor, weights: Tensor) -> Tensor:
+        experts = self.moe.experts
+        if not self.rounds:
+            return experts(x, weights, self.chosen)
+        return rounded_experts_reference(
             fake_quantize(x), weights, self.chosen, experts.gate_up, experts.down, dtype=x.dtype
         )
-        return routed + torch.sigmoid(moe.shared_expert_gate(x)) * moe.shared_expert(x)
 
 
 def map_errors(rig: ModelRig, plain: nn.Module, *, num_rows: int) -> dict[str, float]:
