@@ -26,6 +26,7 @@ from sglang.kernels.ops.quantization.fp8 import (
 from sglang.kernels.ops.quantization.launch import (
     SMALL_ROWS,
     GemmTile,
+    HopperTile,
     dense_tile,
     gated_tile,
     split_tile,
@@ -52,8 +53,12 @@ EXPERTS = {"35B": {"experts": 257, "top_k": 8, "hidden": 2048, "inner": 512}}
 """The last expert is the shared one."""
 
 
-def dense_tiles(rows: int) -> Iterator[GemmTile]:
+HOPPER = (HopperTile(), HopperTile(group_m=8), HopperTile(group_m=32), HopperTile(num_stages=3))
+
+
+def dense_tiles(rows: int) -> Iterator[GemmTile | HopperTile]:
     if rows > SMALL_ROWS:
+        yield from HOPPER
         big = GemmTile(128, 256, 8, 3, parts=2, group_m=16, descriptors=True)
         yield from (big, replace(big, scales_ahead=True), replace(big, num_stages=4))
         yield from (
@@ -85,9 +90,12 @@ def split_tiles() -> Iterator[GemmTile]:
         yield GemmTile(32, 128, 4, 4, weights_first=True, splits=splits)
 
 
-def gated_tiles(rows: int) -> Iterator[GemmTile]:
+def gated_tiles(rows: int) -> Iterator[GemmTile | HopperTile]:
     if rows > SMALL_ROWS:
-        yield from (tile for tile in dense_tiles(rows) if tile.parts == 2 and tile.block_n == 256)
+        yield from HOPPER
+        for tile in dense_tiles(rows):
+            if isinstance(tile, GemmTile) and tile.parts == 2 and tile.block_n == 256:
+                yield tile
         return
     for m, warps in ((64, 4), (64, 8), (128, 8)):
         yield GemmTile(m, 256, warps, 3, parts=2)
@@ -98,9 +106,10 @@ def gated_tiles(rows: int) -> Iterator[GemmTile]:
         yield GemmTile(m, 256, 8, 4, parts=2, weights_first=True, descriptors=True)
 
 
-def expert_candidates(rows: int, *, gated: bool) -> Iterator[ExpertTile]:
+def expert_candidates(rows: int, *, gated: bool) -> Iterator[ExpertTile | HopperTile]:
     """Of the gated up projection, or of the down projection."""
     if rows > SMALL_ROWS:
+        yield from (HopperTile(), HopperTile(num_stages=3))
         big = ExpertTile(128, 256, 128, 8, 3, False, parts=2, descriptors=True)
         for m in (128, 64):
             yield from (replace(big, block_m=m), replace(big, block_m=m, scales_ahead=True))
@@ -183,15 +192,16 @@ def once(tile: object, rows: int, model: str, what: str) -> None:
         columns, depth = NARROW[model][what]
         x, w = (torch.zeros(n, depth, device="cuda", dtype=torch.bfloat16) for n in (rows, columns))
         narrow_linear(x, w, tile=tile)
-    elif isinstance(tile, GemmTile):
+    elif what in ("up", "down"):
+        case = ExpertCase(EXPERTS[model], 16, empty=True)
+        (case.up if what == "up" else case.down)(tile)
+    elif isinstance(tile, (GemmTile, HopperTile)):
         gated = what in GATED[model]
         columns, depth = (GATED if gated else DENSE)[model][what]
         x = QuantizedRows.empty(rows, depth, dtype=torch.bfloat16, device=torch.device("cuda"))
-        call = block_scaled_linear if tile.splits == 1 else block_scaled_split
+        split = isinstance(tile, GemmTile) and tile.splits > 1
+        call = block_scaled_split if split else block_scaled_linear
         (block_scaled_gated if gated else call)(x, *empty_weight(columns, depth), tile=tile)
-    elif isinstance(tile, ExpertTile):
-        case = ExpertCase(EXPERTS[model], 16, empty=True)
-        (case.up if what == "up" else case.down)(tile)
     torch.cuda.synchronize()
 
 
@@ -226,11 +236,11 @@ class ExpertCase:
             self.orders[block_m] = ExpertRows(order, self.rows * top_k, top_k, self.rows)
         return self.orders[block_m]
 
-    def up(self, tile: ExpertTile) -> Tensor:
+    def up(self, tile: ExpertTile | HopperTile) -> Tensor:
         rows = grouped_gated(self.x, *self.gate_up, self.order(tile.block_m), tile)
         return rows.values
 
-    def down(self, tile: ExpertTile) -> Tensor:
+    def down(self, tile: ExpertTile | HopperTile) -> Tensor:
         order = self.order(tile.block_m)
         return grouped_linear(self.inner, *self.down_weight, order, tile, x_by_pair=True)
 
@@ -281,10 +291,10 @@ def time_dense(model: str, what: str, rows: int, stop: float) -> list[Timing]:
     made = columns // 2 if gated else 2 * columns
     floor = floor_us(columns * depth + rows * (depth + made), 2.0 * rows * columns * depth)
 
-    def call(tile: GemmTile, copy: int) -> Tensor:
+    def call(tile: GemmTile | HopperTile, copy: int) -> Tensor:
         if gated:
             return block_scaled_gated(q, *weights[copy], tile=tile).values
-        if tile.splits > 1:
+        if isinstance(tile, GemmTile) and tile.splits > 1:
             return block_scaled_split(q, *weights[copy], tile=tile)
         return block_scaled_linear(q, *weights[copy], tile=tile)
 

@@ -29,6 +29,17 @@ def runs_on(tensor: torch.Tensor) -> bool:
     return True
 
 
+def runs_on_hopper(device: torch.device) -> bool:
+    """Whether kernels written for compute capability 9.0 in Triton's Gluon can be compiled and run there."""
+    if not AVAILABLE or INTERPRETING or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if importlib.util.find_spec("triton.experimental") is None:
+        return False
+    if importlib.util.find_spec("triton.experimental.gluon") is None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def use_inline_ptx() -> bool:
     """Whether arithmetic is pinned with PTX (NVIDIA) and not with an explicit fma (ROCm, interpreter)."""
     return torch.version.hip is None and not INTERPRETING

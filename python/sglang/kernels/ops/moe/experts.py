@@ -10,7 +10,12 @@ from torch import Tensor
 from sglang.kernels import triton_support
 from sglang.kernels.ops.fused.rows import silu_mul, silu_mul_quantized
 from sglang.kernels.ops.fused.sums import RoutedSum
-from sglang.kernels.ops.moe.launch import ExpertTile, ExpertTiles, expert_tiles
+from sglang.kernels.ops.moe.launch import (
+    ExpertTile,
+    ExpertTiles,
+    expert_tiles,
+    hopper_expert_tiles,
+)
 from sglang.kernels.ops.moe.sort import ExpertOrder, order_by_expert
 from sglang.kernels.ops.quantization.fp8 import (
     can_gate,
@@ -18,7 +23,12 @@ from sglang.kernels.ops.quantization.fp8 import (
     descriptor_of,
     quantize,
 )
-from sglang.kernels.ops.quantization.launch import check_gated, part_width
+from sglang.kernels.ops.quantization.launch import (
+    HopperTile,
+    check_gated,
+    fits_hopper,
+    part_width,
+)
 from sglang.kernels.ops.quantization.rows import GROUP, QuantizedRows
 
 if triton_support.AVAILABLE:
@@ -55,7 +65,7 @@ def grouped_linear(
     weight: Tensor,
     weight_scale: Tensor | None,
     rows: ExpertRows,
-    tile: ExpertTile,
+    tile: ExpertTile | HopperTile,
     *,
     x_by_pair: bool,
 ) -> Tensor:
@@ -69,13 +79,16 @@ def grouped_linear(
     """
     out = torch.empty((rows.num_results, weight.shape[1]), dtype=x.dtype, device=x.device)
     if weight_scale is None:
-        if isinstance(x, QuantizedRows):
+        if isinstance(x, QuantizedRows) or isinstance(tile, HopperTile):
             raise ValueError(f"FP8 rows meet experts of {weight.dtype} without scales")
         _launch(x, weight, weight, weight, out, None, rows, tile, x_by_pair, x.dtype)
         return out
     check_block_scales(weight, weight_scale)
     q = quantize(x) if isinstance(x, Tensor) else x
-    _launch(q.values, q.scale, weight, weight_scale, out, None, rows, tile, x_by_pair, q.dtype)
+    if isinstance(tile, HopperTile):
+        _launch_hopper(q, weight, weight_scale, out, None, rows, tile, x_by_pair)
+    else:
+        _launch(q.values, q.scale, weight, weight_scale, out, None, rows, tile, x_by_pair, q.dtype)
     return out
 
 
@@ -84,21 +97,51 @@ def grouped_gated(
     weight: Tensor,
     weight_scale: Tensor,
     rows: ExpertRows,
-    tile: ExpertTile,
+    tile: ExpertTile | HopperTile,
 ) -> QuantizedRows:
     """``silu_mul_quantized`` of ``grouped_linear`` of an FP8 weight [E, 2I, K], in one launch: the same bits.
 
     Raises: ValueError if the scales do not fit or the tile's parts are not a gate's and an up's.
     """
     check_block_scales(weight, weight_scale)
-    check_gated(tile.parts, tile.block_n)
+    if isinstance(tile, ExpertTile):
+        check_gated(tile.parts, tile.block_n)
     q = quantize(x) if isinstance(x, Tensor) else x
     inner = weight.shape[1] // 2
     out = QuantizedRows.empty(rows.num_results, inner, dtype=x.dtype, device=x.device)
+    if isinstance(tile, HopperTile):
+        _launch_hopper(q, weight, weight_scale, out.values, out.scale, rows, tile, False)
+        return out
     _launch(
         q.values, q.scale, weight, weight_scale, out.values, out.scale, rows, tile, False, q.dtype
     )
     return out
+
+
+def _launch_hopper(
+    x: QuantizedRows,
+    weight: Tensor,
+    weight_scale: Tensor,
+    out: Tensor,
+    out_scale: Tensor | None,
+    rows: ExpertRows,
+    tile: HopperTile,
+    x_by_pair: bool,
+) -> None:
+    from sglang.kernels.ops.quantization.hopper import GroupedRows, hopper_gemm
+
+    order = rows.order
+    grouped = GroupedRows(
+        order.pairs,
+        order.tile_experts,
+        rows.num_tiles,
+        rows.num_pairs,
+        rows.top_k,
+        rows.shared_rows,
+        x_by_pair,
+    )
+    operands = (x.values, x.scale, weight, weight_scale, out, out_scale)
+    hopper_gemm(*operands, tile, dtype=x.dtype, grouped=grouped)
 
 
 def _launch(
@@ -190,7 +233,10 @@ def run_experts(
     if not num_rows:
         none = torch.empty((0, down.shape[1]), dtype=x.dtype, device=x.device)
         return RoutedSum(none, weights, chosen, none, none)
-    tiles = tiles or expert_tiles(num_rows, x.dtype.itemsize, fp8=gate_up_scale is not None)
+    fp8 = gate_up_scale is not None
+    if tiles is None and fp8 and _fits_hopper(down):
+        tiles = hopper_expert_tiles(num_rows)
+    tiles = tiles or expert_tiles(num_rows, x.dtype.itemsize, fp8=fp8)
     routed = gate_up.shape[0] - last_is_shared
     rows = ExpertRows(
         order_by_expert(chosen, routed, tiles.up.block_m),
@@ -209,3 +255,10 @@ def run_experts(
         shared = parts[rows.num_pairs :]
     gate = None if shared is None else shared_gate
     return RoutedSum(parts, weights, chosen, shared, gate)
+
+
+def _fits_hopper(down: Tensor) -> bool:
+    """Whether the Hopper kernel serves experts of a ``down`` [E, H, I]."""
+    size, inner = down.shape[1:]
+    fits = fits_hopper(inner, size, gated=True) and fits_hopper(size, inner, gated=False)
+    return fits and triton_support.runs_on_hopper(down.device)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sglang.kernels.ops.quantization.launch import SMALL_ROWS, check_gated, on_amd
+from sglang.kernels.ops.quantization.launch import (
+    MANY_ON_HOPPER,
+    SMALL_ROWS,
+    HopperTile,
+    check_gated,
+    on_amd,
+)
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,8 @@ class ExpertTiles:
     Raises: ValueError if the heights differ, or ``up`` has not the parts that gating needs.
     """
 
-    up: ExpertTile
-    down: ExpertTile
+    up: ExpertTile | HopperTile
+    down: ExpertTile | HopperTile
     gated: bool = False
 
     def __post_init__(self) -> None:
@@ -44,7 +50,7 @@ class ExpertTiles:
             raise ValueError(
                 f"tiles of {self.up.block_m} and {self.down.block_m} rows cannot share one order of pairs"
             )
-        if self.gated:
+        if self.gated and isinstance(self.up, ExpertTile):
             check_gated(self.up.parts, self.up.block_n)
 
 
@@ -74,6 +80,13 @@ _AMD_FP8_MANY = ExpertTiles(
     gated=True,
 )
 """Within 64 KB of shared memory and without descriptors; compiled, never timed."""
+
+
+def hopper_expert_tiles(num_tokens: int) -> ExpertTiles | None:
+    """For FP8 experts whose both products fit the Hopper kernel."""
+    if MANY_ON_HOPPER is None or num_tokens <= SMALL_ROWS:
+        return None
+    return ExpertTiles(MANY_ON_HOPPER, MANY_ON_HOPPER, gated=True)
 
 
 def fp8_expert_tiles(*, few: bool, amd: bool) -> ExpertTiles:

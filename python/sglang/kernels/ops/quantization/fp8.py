@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
+from sglang.kernels.ops.quantization import launch
 from sglang.kernels.ops.quantization.launch import (
     QUANTIZE_GROUPS,
     QUANTIZE_WARPS,
     GemmTile,
+    HopperTile,
     check_gated,
     dense_tile,
+    fits_hopper,
     gated_tile,
     part_width,
     split_tile,
@@ -76,7 +79,7 @@ def block_scaled_linear(
     weight: Tensor,
     weight_scale: Tensor,
     *,
-    tile: GemmTile | None = None,
+    tile: GemmTile | HopperTile | None = None,
 ) -> Tensor:
     """``x W^T`` with both sides in FP8.
 
@@ -89,6 +92,7 @@ def block_scaled_linear(
     rows = quantize(x) if isinstance(x, Tensor) else x
     num_rows, num_columns = rows.shape[0], weight.shape[0]
     out = torch.empty((num_rows, num_columns), dtype=rows.dtype, device=rows.device)
+    tile = tile or hopper_tile(num_rows, num_columns, weight, gated=False)
     tile = tile or dense_tile(num_rows, num_columns)
     _launch_gemm(rows, weight, weight_scale, out, None, tile)
     return out
@@ -99,7 +103,7 @@ def block_scaled_gated(
     weight: Tensor,
     weight_scale: Tensor,
     *,
-    tile: GemmTile | None = None,
+    tile: GemmTile | HopperTile | None = None,
 ) -> QuantizedRows:
     """``silu(x G^T) * (x U^T)`` quantised, in one launch.
 
@@ -112,7 +116,7 @@ def block_scaled_gated(
     if not can_gate(inner):
         raise ValueError(f"halves of {inner} rows share a scale block of {GROUP}")
     out = QuantizedRows.empty(num_rows, inner, dtype=rows.dtype, device=rows.device)
-    tile = tile or gated_tile(num_rows)
+    tile = tile or hopper_tile(num_rows, inner, weight, gated=True) or gated_tile(num_rows)
     _launch_gemm(rows, weight, weight_scale, out.values, out.scale, tile)
     return out
 
@@ -139,6 +143,17 @@ def block_scaled_split(
     return out
 
 
+def hopper_tile(
+    num_rows: int, num_columns: int, weight: Tensor, *, gated: bool
+) -> HopperTile | None:
+    """The Hopper kernel's tile if it serves a product of so many rows and results a row with ``weight``."""
+    tile = launch.MANY_ON_HOPPER
+    if tile is None or num_rows <= launch.SMALL_ROWS:
+        return None
+    fits = fits_hopper(num_columns, weight.shape[-1], gated=gated)
+    return tile if fits and triton_support.runs_on_hopper(weight.device) else None
+
+
 def can_gate(inner: int) -> bool:
     """Whether gate and up rows of ``inner`` columns each meet at a scale block's edge."""
     return inner % GROUP == 0
@@ -150,12 +165,18 @@ def _launch_gemm(
     weight_scale: Tensor,
     out: Tensor,
     out_scale: Tensor | None,
-    tile: GemmTile,
+    tile: GemmTile | HopperTile,
 ) -> None:
     """``out_scale``: the product is gated and quantised."""
     check_block_scales(weight, weight_scale)
     (num_rows, depth), num_columns = rows.shape, out.shape[-1]
     if not out.numel():
+        return
+    if isinstance(tile, HopperTile):
+        from sglang.kernels.ops.quantization.hopper import hopper_gemm
+
+        operands = (rows.values, rows.scale, weight, weight_scale, out, out_scale)
+        hopper_gemm(*operands, tile, dtype=rows.dtype)
         return
     gated = out_scale is not None
     if gated:

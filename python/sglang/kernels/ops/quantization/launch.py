@@ -34,6 +34,21 @@ class GemmTile:
     splits: int = 1
 
 
+@dataclass(frozen=True)
+class HopperTile:
+    """Of ``hopper_gemm_kernel``: 128 rows and two parts of 128 columns; stages of 48 KB; group_m as above."""
+
+    num_stages: int = 4
+    group_m: int = 16
+
+    @property
+    def block_m(self) -> int:
+        return 128
+
+
+MANY_ON_HOPPER: HopperTile | None = None
+"""For products of many rows, dense ones and experts', where ``fits_hopper`` holds."""
+
 QUANTIZE_GROUPS = 8
 """Groups of one row that a program quantises: 16 bytes a thread of its warps."""
 
@@ -92,6 +107,11 @@ def dense_tile(num_rows: int, num_columns: int) -> GemmTile:
     if num_rows > SMALL_ROWS:
         return tiles.many
     return tiles.few_wide if num_columns >= _WIDE_COLUMNS else tiles.few
+
+
+def fits_hopper(num_columns: int, depth: int, *, gated: bool) -> bool:
+    """Whether whole tiles make ``num_columns`` results (of a gated product: columns of its gate)."""
+    return num_columns % (_GROUP if gated else 2 * _GROUP) == 0 and depth % _GROUP == 0
 
 
 def gated_tile(num_rows: int) -> GemmTile:
