@@ -324,6 +324,35 @@ def test_a_bad_constraint_is_a_400_that_names_it(server, options, param, stream)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "name": "now", "parameters": {}}]])
+def test_a_bad_format_of_a_response_is_named_as_the_route_names_it(server, tools, stream):
+    """Catches chat's or llguidance's names where the scheduler refuses, with and without calls beside."""
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "no"}}
+    body = {"input": "hi", "text": {"format": form}, "tools": tools, "stream": stream}
+    reply = httpx.post(server.url + "/v1/responses", json=body, timeout=60)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "text.format")
+    assert error["message"].startswith("text.format: ")
+
+
+def test_a_forced_call_of_a_response_that_is_cut_off_stays_a_call(server):
+    """Catches arguments that become a message once max_output_tokens ends them."""
+    tool = {"type": "function", **TOOLS[0]["function"]}
+    body = {"input": "What is the weather?", "tools": [tool], "tool_choice": "required"}
+    body |= {"temperature": 0, "reasoning": {"effort": "none"}}
+    kinds = set()
+    for limit in range(4, 40, 6):
+        reply = httpx.post(
+            server.url + "/v1/responses", json=body | {"max_output_tokens": limit}, timeout=60
+        ).json()
+        if reply["status"] == "completed":
+            break
+        assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
+        kinds |= {(item["type"], item["status"]) for item in reply["output"]}
+    assert kinds == {("function_call", "incomplete")}
+
+
 def test_sizes_that_serve_nobody_end_the_start_with_one_sentence():
     """Catches a traceback where the operator needs the flag and the way out."""
     flags = ("--max-total-tokens", "1")
