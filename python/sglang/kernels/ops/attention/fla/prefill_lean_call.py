@@ -31,8 +31,14 @@ class LeanScratch:
         blocks = (plan.chunks.shape[0], x.v.shape[1])
         squares = x.q.new_empty(2, *blocks, CHUNK_SIZE, CHUNK_SIZE)
         coef = torch.empty(3, *blocks, CHUNK_SIZE, dtype=torch.float32, device=x.q.device)
-        decay = torch.empty(blocks, dtype=torch.float32, device=x.q.device)
-        return LeanScratch(*squares, *coef, decay)
+        return LeanScratch(
+            solved=squares[0],
+            attn=squares[1],
+            q_coef=coef[0],
+            k_coef=coef[1],
+            s_coef=coef[2],
+            decay=torch.empty(blocks, dtype=torch.float32, device=x.q.device),
+        )
 
 
 def _copies(tensor: torch.Tensor) -> bool:

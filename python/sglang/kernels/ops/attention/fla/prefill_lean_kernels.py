@@ -3,7 +3,7 @@
 With the terms of `prefill_kernels`, per chunk:
 
     X = T diag(beta)                                          the only solved matrix, [C, C]
-    N = X v - X (diag(exp(G)) k S^T)
+    N = X (v - diag(exp(G)) k S^T)
 
 Against products of X with v and k this moves a third of the bytes between the two kernels, and costs the state
 kernel one product more. All entries of I + A, of T and of the products that make T are at most 1 (a chain of
@@ -28,10 +28,9 @@ def lower_inverse(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexp
     HALF: tl.constexpr = PRECISION == "fp16"
     DOT: tl.constexpr = "tf32" if HALF else PRECISION
     operand = tl.float16 if HALF else tl.float32
-    # The highest bit in which row and column differ says at which size they part.
-    apart = i[:, None] ^ i[None, :]
     if BASE == 2:
-        inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, -a, 0.0))
+        beside = i[:, None] == (i ^ 1)[None, :]
+        inverse = tl.where(i[:, None] == i[None, :], 1.0, tl.where(beside, -a, 0.0))
     else:
         inverse = diagonal_inverse(a, C, BASE)
     right = a.to(operand)
@@ -40,7 +39,8 @@ def lower_inverse(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexp
             # [[P, 0], [L, Q]] -> [[P, 0], [-Q L P, Q]]: of inverse @ a only Q L is kept.
             own = inverse.to(operand)
             moved = tl.dot(own, right, input_precision=DOT)
-            moved = tl.where(apart >> level == 1, moved, 0.0).to(operand)
+            pair = (i >> level)[:, None] == ((i >> level) ^ 1)[None, :]
+            moved = tl.where(pair, moved, 0.0).to(operand)
             inverse -= tl.dot(moved, own, input_precision=DOT)
     return inverse
 
@@ -112,8 +112,6 @@ def lean_chunk_kernel(
     norm_q = tl.rsqrt(tl.sum(tl.where(same, self_q, 0.0), axis=1) + 1e-6) * scale
     below = o_c[:, None] > o_c[None, :]
     upto = o_c[:, None] >= o_c[None, :]
-    gram *= norm_k[:, None] * norm_k[None, :]
-    seen *= norm_q[:, None] * norm_k[None, :]
 
     for i in tl.static_range(HEADS):
         i_h = first_head + i
@@ -124,18 +122,19 @@ def lean_chunk_kernel(
             tl.load(dt_bias + i_h).to(tl.float32),
             inside,
         )
+        log_decay *= 1.4426950408889634
         total = tl.cumsum(log_decay, axis=0)
         last = tl.sum(log_decay, axis=0)
-        gap = tl.exp(tl.where(upto, total[:, None] - total[None, :], 0.0))
+        gap = tl.exp2(tl.minimum(total[:, None] - total[None, :], 0.0)) * norm_k[None, :]
         place = i_c.to(tl.int64) * HV + i_h
         square = place * C * C + o_c[:, None] * C + o_c[None, :]
-        tl.store(attn + square, tl.where(upto, seen * gap, 0.0).to(element))
-        growth = tl.exp(total)
+        tl.store(attn + square, tl.where(upto, seen * norm_q[:, None] * gap, 0.0).to(element))
+        growth = tl.exp2(total)
         tl.store(q_coef + place * C + o_c, norm_q * growth)
         tl.store(k_coef + place * C + o_c, norm_k * growth)
-        tl.store(s_coef + place * C + o_c, norm_k * tl.exp(tl.minimum(last - total, 0.0)))
-        tl.store(decay + place, tl.exp(last))
-        lower = tl.where(below, gram * gap * beta[:, None], 0.0)
+        tl.store(s_coef + place * C + o_c, norm_k * tl.exp2(tl.minimum(last - total, 0.0)))
+        tl.store(decay + place, tl.exp2(last))
+        lower = tl.where(below, gram * (norm_k * beta)[:, None] * gap, 0.0)
         inverse = lower_inverse(lower, C, BASE, SOLVE)
         tl.store(solved + square, (inverse * beta[None, :]).to(element))
 
@@ -145,9 +144,10 @@ def _advance(b_s, b_k, b_v, b_x, b_q, b_a, b_kc, b_sc, b_qc, fade, DOT: tl.const
     """One chunk: (state, out) [BV, K], [BV, C] from the state and the chunk's tiles."""
     element = b_x.dtype
     b_h = b_s.to(element)
-    b_n = tl.dot(tl.trans(b_v), tl.trans(b_x), input_precision=DOT)
-    b_y = tl.dot(b_h, tl.trans(b_k), input_precision=DOT) * -b_kc[None, :]
-    b_n = tl.dot(b_y.to(element), tl.trans(b_x), acc=b_n, input_precision=DOT)
+    # What the state misses is rounded after the difference: where it predicts well, little is lost.
+    b_y = tl.dot(b_h, tl.trans(b_k), input_precision=DOT) * b_kc[None, :]
+    missed = (tl.trans(b_v).to(tl.float32) - b_y).to(element)
+    b_n = tl.dot(missed, tl.trans(b_x), input_precision=DOT)
     b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT) * b_qc[None, :]
     grown = (b_n * b_sc[None, :]).to(element)
     b_s = tl.dot(grown, b_k, acc=b_s * fade, input_precision=DOT)
