@@ -15,6 +15,7 @@ from sglang.srt.managers.io_struct import FlushCacheReqInput, FlushCacheReqOutpu
 from sglang.srt.mem_cache.pool import MHATokenToKVPool
 from sglang.test.engine_harness import InProcessEngine
 
+NUM_BATCHED = 5
 TEXT = [(i * 37 + 11) % 3000 + 20 for i in range(1200)]
 
 
@@ -119,18 +120,18 @@ def turns(engine: InProcessEngine) -> Outcome:
 
 
 def batch(engine: InProcessEngine) -> Outcome:
-    """Eight requests that end at different steps; every third samples."""
+    """NUM_BATCHED requests that end at different steps; every third samples."""
     outcome = Outcome()
     requests = [
         (
             TEXT[i * 40 : i * 40 + 12 + 9 * i],
             {
-                "max_new_tokens": 24 + 5 * i,
+                "max_new_tokens": 24 + 7 * i,
                 "temperature": 0.7 if i % 3 == 2 else 0.0,
                 "sampling_seed": i,
             },
         )
-        for i in range(8)
+        for i in range(NUM_BATCHED)
     ]
     _run(engine, outcome, requests)
     return snapshot(engine, outcome)

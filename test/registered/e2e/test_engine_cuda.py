@@ -15,6 +15,7 @@ import torch
 from sglang.test.ci.ci_register import register_amd_ci, register_cuda_ci
 from sglang.test.engine_harness import InProcessEngine
 from sglang.test.engine_workloads import (
+    NUM_BATCHED,
     TEXT,
     WORKLOADS,
     Outcome,
@@ -131,7 +132,8 @@ def run_twice(algorithm: str, setting: Setting) -> Runs:
         disable_cuda_graph=not graphs,
         disable_overlap_schedule=not overlap,
         # A graph of every batch size: no padding, so that eager steps have the same rows.
-        cuda_graph_bs=list(range(1, 9)) if graphs else None,
+        max_running_requests=NUM_BATCHED,
+        cuda_graph_bs=list(range(1, NUM_BATCHED + 1)) if graphs else None,
     )
     built = time.monotonic() - started
     outcomes = {}
