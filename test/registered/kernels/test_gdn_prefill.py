@@ -94,6 +94,7 @@ def test_lean_prefill_compiles_for_hopper(heads):
         "q_rows": f"tensordesc<bf16[64,{dim}]>",
         "k_rows": f"tensordesc<bf16[64,{dim}]>",
         "v_rows": f"tensordesc<bf16[64,{block_v}]>",
+        "out_rows": f"tensordesc<bf16[64,{block_v}]>",
         "solved_rows": "tensordesc<bf16[64,64]>",
         "attn_rows": "tensordesc<bf16[64,64]>",
     }

@@ -110,10 +110,10 @@ def run_lean_states(
     tile, (value_heads, dim_v) = tiles.state, x.v.shape[1:]
     block_v, dim_k = min(tile.block_v, dim_v), x.q.shape[2]
     copies = tile.copy_engine and all(_copies(t) for t in (x.q, x.k, x.v))
-    fetched = (None,) * 5
+    moved = (None,) * 6
     if copies:
         own = (_rows(x.q, dim_k), _rows(x.k, dim_k), _rows(x.v, block_v))
-        fetched = (*own, _squares(scratch.solved), _squares(scratch.attn))
+        moved = (*own, _squares(scratch.solved), _squares(scratch.attn), _rows(out, block_v))
     grid = (dim_v // block_v, value_heads, len(plan.lengths))
     prefill_lean_kernels.lean_state_kernel[grid](
         x.q,
@@ -125,7 +125,7 @@ def run_lean_states(
         scratch.k_coef,
         scratch.s_coef,
         scratch.decay,
-        *fetched,
+        *moved,
         out,
         pool,
         slots,

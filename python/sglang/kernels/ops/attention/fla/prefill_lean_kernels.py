@@ -171,6 +171,7 @@ def lean_state_kernel(
     v_rows,
     solved_rows,
     attn_rows,
+    out_rows,
     out,
     pool,
     slots,
@@ -198,7 +199,7 @@ def lean_state_kernel(
     """Walk the chunks of a request with the state in registers. Grid (V / BV, HV, requests).
 
     Two spans and a transposed form, as in `prefill_state_kernel`. Whole chunks need no masks; a span's rest of
-    under C rows does. COPY_ENGINE: tensor descriptors `*_rows` of the same matrices fetch the whole chunks.
+    under C rows does. COPY_ENGINE: tensor descriptors `*_rows` of the same matrices move the whole chunks.
     """
     i_h = tl.program_id(1)
     i_n = tl.program_id(2)
@@ -258,8 +259,12 @@ def lean_state_kernel(
             b_sc = tl.load(s_coef + here * C + o_c)
             b_qc = tl.load(q_coef + here * C + o_c)
             b_s, b_o = _advance(b_s, b_k, b_v, b_x, b_q, b_a, b_kc, b_sc, b_qc, fade, DOT)
-            p_o = out + start * (HV * V) + out_tile
-            tl.store(p_o, b_o.to(out.dtype.element_ty))
+            if COPY_ENGINE:
+                to = i_h * V + first_v
+                out_rows.store([row + i * C, to], tl.trans(b_o).to(out.dtype.element_ty))
+            else:
+                p_o = out + start * (HV * V) + out_tile
+                tl.store(p_o, b_o.to(out.dtype.element_ty))
             fade = next_fade
         if rest > 0:
             here = place + whole * HV
