@@ -31,6 +31,7 @@ from sglang.kernels.ops.attention.paged.launch import (
     SplitRule,
     few_rows,
     many_rows,
+    short_chunks,
 )
 from sglang.kernels.ops.attention.paged.op import SplitWorkspace, paged_attention
 from sglang.kernels.ops.attention.paged.store import NormRope, norm_rope_store, store_kv
@@ -220,7 +221,7 @@ def prefill_settings(case: Case) -> Iterator[Setting]:
 def tail_settings(case: Case) -> Iterator[Setting]:
     """A short chunk after a long prefix: whole, and split by either kernel."""
     yield Setting(HopperLaunch())
-    for tile in (many_rows(HEAD_DIM), HopperLaunch(32, 2, programs=2), HopperLaunch(64, 2)):
+    for tile in (short_chunks(HEAD_DIM), HopperLaunch(32, 2, programs=2), HopperLaunch(64, 2)):
         yield Setting(tile, SPLITS)
 
 

@@ -12,6 +12,7 @@ from sglang.kernels.ops.attention.paged.launch import (
     SplitRule,
     few_rows,
     many_rows,
+    short_chunks,
 )
 from sglang.test.attention_reference import paged_attention_reference
 
@@ -217,8 +218,11 @@ def test_splits_cover_every_context_and_stay_within_their_bound():
             assert (splits - 1) * size < context <= splits * size
 
 
-def test_the_launch_table_fits_its_splits():
+@pytest.mark.parametrize("amd", [False, True], ids=["nvidia", "amd"])
+def test_the_launch_table_fits_its_splits(amd):
+    step = SplitRule().step_tokens
     for dim in (64, 128, 256):
         for rows in (1, 8, 32, 128):
-            assert SplitRule().step_tokens % few_rows(dim, rows).block_n == 0
-        assert many_rows(dim).block_n >= 32
+            assert step % few_rows(dim, rows, amd=amd).block_n == 0
+        assert step % short_chunks(dim, amd=amd).block_n == 0
+        assert many_rows(dim, amd=amd).block_n >= 32

@@ -18,10 +18,9 @@ register_amd_ci(est_time=30, suite="stage-b-test-1-gpu-large-amd")
 register_amd_ci(est_time=30, suite="stage-b-test-1-gpu-small-amd-mi35x")
 
 CASES = [
-    Path(__file__).with_name(name) for name in ("paged_attention_cases.py", "kv_store_cases.py")
+    Path(__file__).with_name(name)
+    for name in ("paged_attention_cases.py", "kv_store_cases.py", "attention_backend_cases.py")
 ]
-
-
 HOPPER_CASES = Path(__file__).with_name("paged_hopper_cases.py")
 
 
@@ -57,24 +56,58 @@ def test_attention_compiles_for_hopper(group, kv_heads):
     """The table's tiles fit the chip's shared memory and use its tensor cores."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from sglang.kernels.ops.attention.paged import attention_kernel as kernels
-    from sglang.kernels.ops.attention.paged.launch import SPLITS, few_rows, many_rows
+    from sglang.kernels.ops.attention.paged.launch import (
+        SPLITS,
+        few_rows,
+        many_rows,
+        short_chunks,
+    )
     from sglang.test.compile_kernels import compile_for_hopper
 
-    dims = {"HEAD_DIM": 256, "BLOCK_D": 256}
-    splits = {"SPLIT_MIN": SPLITS.min_tokens, "SPLIT_STEP": SPLITS.step_tokens}
-    strides = {"STRIDE_K": kv_heads * 256, "STRIDE_V": kv_heads * 256, "PAGE": 64}
-    kind = {"GROUP": group, "IS_CAUSAL": True, "HAS_WINDOW": False}
-    tiles = {SPLITS.max_splits: few_rows(256, group * 4), 0: many_rows(256)}
-    for most, tile in tiles.items():
-        blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "MAX_SPLITS": most}
-        ptx = compile_for_hopper(
-            kernels.paged_attention_kernel,
-            pointers=POINTERS,
-            constants={**dims, **splits, **strides, **kind, **blocks},
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
-        assert ("mma.sync" if most else "wgmma.mma_async") in ptx
+    tiles = [(few_rows(256, group * 4), True), (short_chunks(256), True), (many_rows(256), False)]
+    for tile, is_split in tiles:
+        sizes = attention_sizes(tile, group, kv_heads, 256, SPLITS if is_split else None)
+        ptx = compile_for_hopper(kernels.paged_attention_kernel, **sizes)
+        assert ("mma.sync" if tile.block_m < 64 else "wgmma.mma_async") in ptx
+
+
+def attention_sizes(tile, group, kv_heads, dim, rule):
+    """What compiles paged_attention_kernel for a tile; a rule None means whole contexts."""
+    constants = {
+        "HEAD_DIM": dim,
+        "BLOCK_D": dim,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "STRIDE_K": kv_heads * dim,
+        "STRIDE_V": kv_heads * dim,
+        "PAGE": 64,
+        "GROUP": group,
+        "IS_CAUSAL": True,
+        "HAS_WINDOW": False,
+        "MAX_SPLITS": rule.max_splits if rule else 0,
+        "SPLIT_MIN": rule.min_tokens if rule else 64,
+        "SPLIT_STEP": rule.step_tokens if rule else 64,
+    }
+    shape = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return {"pointers": POINTERS, "constants": constants, **shape}
+
+
+def test_attention_compiles_for_amd():
+    """Catches a tile of more shared memory than there is, a quarter of a Hopper GPU's."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.attention.paged import attention_kernel as kernels
+    from sglang.kernels.ops.attention.paged.launch import SPLITS, few_rows, many_rows
+    from sglang.test.compile_kernels import AMD, compile_kernel
+
+    for dim in (128, 256):
+        for tile, rule in (
+            (few_rows(dim, 8, amd=True), SPLITS),
+            (few_rows(dim, 64, amd=True), SPLITS),
+            (many_rows(dim, amd=True), SPLITS),
+            (many_rows(dim, amd=True), None),
+        ):
+            sizes = attention_sizes(tile, 8, 2, dim, rule)
+            compile_kernel(kernels.paged_attention_kernel, target=AMD[0], **sizes)
 
 
 def compile_hopper_kernel(kernel, launch, **more):

@@ -54,22 +54,51 @@ class SplitRule:
         return -(-context // self.split_tokens(context))
 
 
+@dataclass(frozen=True)
+class ShortChunks:
+    """Prompt chunks that split their context: so few rows after so long a context leave a GPU idle whole."""
+
+    max_rows: int = 256
+    min_context: int = 4_096
+
+    def covers(self, rows: int, prefix: int) -> bool:
+        """Whether a request's ``rows`` after ``prefix`` tokens are one: a matter of that request alone."""
+        return 0 < rows <= self.max_rows and prefix + rows >= self.min_context
+
+
 SPLITS = SplitRule()
+SHORT_CHUNKS = ShortChunks()
 PROMPT_CHUNKS_ON_HOPPER: HopperLaunch | None = HopperLaunch()
 """Serves prompt chunks wherever it can; None leaves them to ``many_rows``."""
 SPLITS_ON_HOPPER: HopperLaunch | None = None
 """Serves split contexts wherever it can; None leaves them to ``few_rows``."""
 
 
-def few_rows(head_dim: int, group_rows: int) -> PagedLaunch:
+def few_rows(head_dim: int, group_rows: int, *, amd: bool = False) -> PagedLaunch:
     """Decode and verify: ``group_rows`` query rows share one KV head."""
-    block_m = max(16, 1 << (group_rows - 1).bit_length())
-    return PagedLaunch(min(block_m, 64), 64, 4, 3 if head_dim <= 128 else 2)
+    block_m = min(max(16, 1 << (group_rows - 1).bit_length()), 64)
+    if amd:
+        return PagedLaunch(block_m, _amd_block(head_dim), 4, 2)
+    return PagedLaunch(block_m, 64, 4, 3 if head_dim <= 128 else 2)
 
 
-def many_rows(head_dim: int) -> PagedLaunch:
-    """Prompt chunks, whole or split."""
-    return PagedLaunch(128, 128, 8, 2) if head_dim <= 128 else PagedLaunch(128, 64, 8, 2)
+def many_rows(head_dim: int, *, amd: bool = False) -> PagedLaunch:
+    """Prompt chunks over their whole context."""
+    if amd:
+        return PagedLaunch(128, _amd_block(head_dim), 8, 2)
+    return PagedLaunch(128, 128 if head_dim <= 128 else 64, 8, 2)
+
+
+def short_chunks(head_dim: int, *, amd: bool = False) -> PagedLaunch:
+    """Prompt chunks that split their context; the tile does not follow the rows."""
+    if amd:
+        return many_rows(head_dim, amd=True)
+    return PagedLaunch(128, 64, 8, 3 if head_dim <= 128 else 2)
+
+
+def _amd_block(head_dim: int) -> int:
+    """Context tokens that fit the 64 KiB of shared memory beside a tile of rows."""
+    return 64 if head_dim <= 128 else 32
 
 
 def combine_warps(max_splits: int) -> int:

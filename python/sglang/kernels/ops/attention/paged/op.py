@@ -20,6 +20,7 @@ from sglang.kernels.ops.attention.paged.launch import (
     combine_warps,
     few_rows,
     many_rows,
+    short_chunks,
 )
 
 if triton_support.AVAILABLE:
@@ -108,7 +109,10 @@ def _tile_for(
         and _is_hopper(q.device)
     ):
         return launch
-    return many_rows(head_dim) if group_rows is None else few_rows(head_dim, group_rows)
+    amd = torch.version.hip is not None
+    if group_rows is not None:
+        return few_rows(head_dim, group_rows, amd=amd)
+    return short_chunks(head_dim, amd=amd) if is_split else many_rows(head_dim, amd=amd)
 
 
 def paged_attention(
