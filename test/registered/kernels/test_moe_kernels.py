@@ -111,13 +111,15 @@ def test_small_kernels_compile_for_hopper():
     )
     ints = dict.fromkeys(("p_chosen", "p_counts", "p_pairs", "p_tile_experts"), "*i32")
     blocks = {"BLOCK": sort.BLOCK, "BLOCK_E": 256}
-    more = {"PART": sort.PART, "BLOCK_B": 16, "BLOCK_M": 16, "CHUNK": sort.CHUNK}
+    more = {"BLOCK_B": 16, "BLOCK_M": 16}
     place = ""
-    for counted in (True, False):
+    for launch in (sort.FEW, sort.MANY):
+        sizes = {"PART": launch.part, "CHUNK": launch.chunk, "COUNTED": launch is sort.MANY}
         place += compile_for_hopper(
             sort_kernels.place_kernel,
             pointers=ints,
-            constants=blocks | more | {"COUNTED": counted},
+            constants=blocks | more | sizes,
+            num_warps=launch.num_warps,
         )
     combine = compile_for_hopper(
         combine_kernel,

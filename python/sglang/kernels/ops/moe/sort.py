@@ -16,13 +16,21 @@ if triton_support.AVAILABLE:
 BLOCK = 1024
 """Pairs that are counted together; up to so many are ordered in one launch."""
 
-PART = 128
-"""Pairs that one program places."""
-
-CHUNK = 32
-"""Experts or tiles that a program pads or marks at once."""
-
 _COUNT_ROWS = 16
+
+
+@dataclass(frozen=True)
+class PlaceLaunch:
+    """Pairs that one program places, and experts or tiles that it pads or marks at once."""
+
+    part: int
+    chunk: int
+    num_warps: int
+
+
+FEW = PlaceLaunch(part=16, chunk=8, num_warps=8)
+MANY = PlaceLaunch(part=128, chunk=32, num_warps=4)
+"""Up to BLOCK pairs, which every program counts itself, and more."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,11 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
     if num_blocks > 1:
         counts = torch.empty((num_blocks, block_e), dtype=torch.int32, device=device)
         count_kernel[(num_blocks,)](chosen, counts, num_pairs, BLOCK=BLOCK, BLOCK_E=block_e)
-    place_kernel[(-(-num_pairs // PART),)](
+    launch = MANY if num_blocks > 1 else FEW
+    grid = -(-num_pairs // launch.part)
+    if num_blocks == 1:
+        grid = max(grid, -(-max(num_experts, num_tiles) // launch.chunk))
+    place_kernel[(grid,)](
         chosen,
         counts,
         pairs,
@@ -70,10 +82,11 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
         num_blocks,
         COUNTED=num_blocks > 1,
         BLOCK=BLOCK,
-        PART=PART,
+        PART=launch.part,
         BLOCK_E=block_e,
         BLOCK_B=_COUNT_ROWS,
         BLOCK_M=block_m,
-        CHUNK=CHUNK,
+        CHUNK=launch.chunk,
+        num_warps=launch.num_warps,
     )
     return ExpertOrder(pairs, tile_experts, block_m)

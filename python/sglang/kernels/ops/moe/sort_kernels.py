@@ -40,16 +40,18 @@ def place_kernel(
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Puts PART consecutive pairs behind their expert's earlier ones. Grid (parts,).
+    """Puts PART consecutive pairs behind their expert's earlier ones. Grid (parts or more,).
 
     Each expert's pairs ascend and are padded with -1 to whole tiles. Without COUNTED all pairs fit one
     BLOCK and every program counts them itself. The programs share out padding and marking of tiles.
     """
     start = tl.program_id(0) * PART
-    own_block = start // BLOCK
-    expert = tl.arange(0, BLOCK_E)
-    before = count_pairs(p_chosen, own_block * BLOCK, start, BLOCK, BLOCK_E)
+    pair = start + tl.arange(0, PART)
+    chosen = tl.load(p_chosen + pair, mask=pair < num_pairs, other=-1)
     if COUNTED:
+        own_block = start // BLOCK
+        expert = tl.arange(0, BLOCK_E)
+        before = count_pairs(p_chosen, own_block * BLOCK, start, BLOCK, BLOCK_E)
         total = tl.zeros([BLOCK_E], tl.int32)
         for first in range(0, num_blocks, BLOCK_B):
             block = first + tl.arange(0, BLOCK_B)
@@ -57,17 +59,20 @@ def place_kernel(
             counts = tl.load(p_from, mask=(block < num_blocks)[:, None], other=0)
             total += tl.sum(counts, 0)
             before += tl.sum(tl.where((block < own_block)[:, None], counts, 0), 0)
+        same = chosen[:, None] == chosen[None, :]
+        rank = tl.sum((same & (pair[None, :] < pair[:, None])).to(tl.int32), 1)
+        rank += tl.gather(before, tl.maximum(chosen, 0), 0)
     else:
-        total = count_pairs(p_chosen, 0, num_pairs, BLOCK, BLOCK_E)
+        other = tl.arange(0, BLOCK)
+        theirs = tl.load(p_chosen + other, mask=other < num_pairs, other=-1)
+        total = tl.histogram(tl.maximum(theirs, 0), BLOCK_E, mask=theirs >= 0)
+        same = chosen[:, None] == theirs[None, :]
+        rank = tl.sum((same & (other[None, :] < pair[:, None])).to(tl.int32), 1)
     tiles = (total + BLOCK_M - 1) // BLOCK_M
     end_tile = tl.cumsum(tiles, 0)
     first_slot = (end_tile - tiles) * BLOCK_M
 
-    pair = start + tl.arange(0, PART)
-    chosen = tl.load(p_chosen + pair, mask=pair < num_pairs, other=-1)
-    same = chosen[:, None] == chosen[None, :]
-    rank = tl.sum((same & (pair[None, :] < pair[:, None])).to(tl.int32), 1)
-    slot = tl.gather(first_slot + before, tl.maximum(chosen, 0), 0) + rank
+    slot = tl.gather(first_slot, tl.maximum(chosen, 0), 0) + rank
     tl.store(p_pairs + slot, pair, mask=chosen >= 0)
 
     step = tl.num_programs(0) * CHUNK
