@@ -258,7 +258,10 @@ class Scheduler:
             reqs=reqs,
             draft_token_num=width,
             track_slots=[
-                self._memory.track_slot_for_decode(r, width * (1 + r.num_in_flight)) for r in reqs
+                self._memory.track_slot_for_decode(
+                    r, width * (1 + r.num_in_flight), is_ahead=r.num_in_flight > 0
+                )
+                for r in reqs
             ],
         )
         step = self._worker.decode(plan)

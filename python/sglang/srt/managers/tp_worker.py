@@ -139,7 +139,8 @@ class TpModelWorker:
         last = [i for i, c in enumerate(chunks) if c.is_last]
         if last:
             # Indexing copies, so the edits before a choice leave the rows to score alone.
-            own = output.logits[upload_ids([spans[i].stop - 1 for i in last], device)]
+            ends = upload_ids([spans[i].stop - 1 for i in last], device)
+            own = output.scores[ends].float()
             sampled = sample_next([chunks[i].req for i in last], own)
             next_ids[upload_ids(last, device)] = sampled
         if self._drafter is not None:

@@ -292,15 +292,20 @@ class RequestMemory:
         branching = self._held[row_of(req.kv)].branching_len
         return self._tracker.rows_for_extend(req, start, end, branching)
 
-    def track_slot_for_decode(self, req: HasKV, max_tokens: int | None = None) -> int:
+    def track_slot_for_decode(
+        self, req: HasKV, max_tokens: int | None = None, *, is_ahead: bool = False
+    ) -> int:
         """State slot for the boundary state that the next decode or verify step may reach, or -1.
 
         ``max_tokens`` is the most tokens that step can commit; the policy's by default. If the step
         does store a boundary state, ``note_track`` must follow, also when the request ends in that
         step and before ``finish``: the slot may have held the previous checkpoint. For one token
-        the answer is -1 unless the step ends exactly on a boundary.
+        the answer is -1 unless the step ends exactly on a boundary. ``is_ahead``: a step is in flight
+        that may turn out to have ended the request, so its latest checkpoint must not be overwritten.
         """
-        return -1 if self._tracker is None else self._tracker.slot_for_decode(req, max_tokens)
+        if self._tracker is None:
+            return -1
+        return self._tracker.slot_for_decode(req, max_tokens, is_ahead=is_ahead)
 
     def note_track(self, req: HasKV, seqlen: int) -> None:
         """Record that the state of exactly ``seqlen`` tokens was stored in the next-track entry."""

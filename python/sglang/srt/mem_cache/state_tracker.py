@@ -42,26 +42,30 @@ class StateTracker:
         slot = self._destination(req) if rows > 0 else -1
         return (slot, rows) if slot >= 0 else (-1, -1)
 
-    def slot_for_decode(self, req: HasKV, max_tokens: int | None) -> int:
+    def slot_for_decode(self, req: HasKV, max_tokens: int | None, *, is_ahead: bool) -> int:
         """See ``RequestMemory.track_slot_for_decode``."""
         policy = self._policy
         reach = policy.max_step_tokens if max_tokens is None else max_tokens
         grid = policy.grids.track_tokens
         if policy.num_entries == 0 or req.kv.committed_len % grid + reach < grid:
             return -1
-        return self._destination(req)
+        return self._destination(req, keeps_latest=is_ahead)
 
-    def _destination(self, req: HasKV) -> int:
-        """Slot of the entry written next; an empty entry is filled, or the other one is reused."""
+    def _destination(self, req: HasKV, *, keeps_latest: bool = False) -> int:
+        """Slot of the entry written next; an empty entry is filled, or the other one is reused.
+
+        ``keeps_latest``: -1 rather than the slot of the latest checkpoint.
+        """
         entries, entry = track_entries(req.kv)
+        latest = req.kv.mamba_last_track_idx if keeps_latest else None
         if entries[entry] >= 0:
-            return entries[entry]
+            return -1 if entry == latest else entries[entry]
         slot = self.alloc_state()
         if slot >= 0:
             self._slots.set_track_entry(req, entry, slot)
             return slot
         for other, held in enumerate(entries):
-            if held >= 0:
+            if held >= 0 and other != latest:
                 req.kv.mamba_next_track_idx = other
                 return held
         return -1
