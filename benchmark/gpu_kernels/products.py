@@ -143,10 +143,14 @@ def expert_candidates(rows: int, *, gated: bool) -> Iterator[ExpertTile | Hopper
 
 def narrow_tiles() -> Iterator[NarrowTile]:
     for m, n, k, warps, stages in (
-        (16, 16, 256, 2, 3), (16, 16, 256, 2, 4), (16, 16, 256, 4, 3), (32, 16, 256, 4, 3), (32, 16, 256, 4, 4),
-        (16, 32, 256, 4, 3), (32, 32, 128, 4, 4), (16, 16, 128, 2, 6), (16, 8, 256, 1, 4), (64, 16, 256, 4, 3),
+        (16, 16, 256, 4, 3), (16, 16, 256, 8, 3), (16, 16, 128, 2, 6), (64, 16, 256, 4, 3),
     ):  # fmt: skip
         yield NarrowTile(m, n, k, warps, stages)
+    for m, k, warps, stages, lanes in (
+        (16, 128, 8, 2, 8), (16, 64, 8, 2, 8), (16, 64, 8, 4, 8), (32, 128, 8, 2, 8),
+        (16, 128, 4, 3, 4), (16, 256, 4, 2, 4), (16, 256, 8, 1, 8),
+    ):  # fmt: skip
+        yield NarrowTile(m, 16, k, warps, stages, lanes)
 
 
 def jobs(model: str, rows: tuple[int, ...]) -> list[tuple[object, int, str, str]]:

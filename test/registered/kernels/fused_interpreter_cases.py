@@ -27,7 +27,7 @@ from sglang.kernels.ops.quantization.rows import QuantizedRows
 DEVICE = torch.device("cpu" if triton_support.INTERPRETING else "cuda")
 EPS = 1e-6
 BOTH = {"unit_offset": True, "quantized": True}
-NARROW = NarrowTile(block_m=32, block_n=16, block_k=128, num_warps=4, num_stages=2)
+NARROW = (NarrowTile(32, 16, 128, 4, 2), NarrowTile(16, 16, 32, 4, 2, lanes=4))
 CLOSE = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2},  # one rounding against two or three
@@ -204,20 +204,21 @@ def test_rows_that_hold_nan_leave_the_others_alone():
     assert not torch.equal(clean.as_plain()[2], dirty.as_plain()[2])
 
 
+@pytest.mark.parametrize("tile", NARROW, ids=["blocks in turn", "blocks side by side"])
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 9, 64), (37, 40, 200), (20, 264, 256)])
-def test_narrow_linear(dtype, rows, columns, depth):
+def test_narrow_linear(tile, dtype, rows, columns, depth):
     """A lost remainder of M, N or K; rows of another stride; a row that depends on its batch."""
     x, weight = (
         draw(rows, depth + 8, dtype=dtype)[:, :depth],
         draw(columns, depth, seed=1, dtype=dtype),
     )
-    got = narrow_linear(x, weight, tile=NARROW)
+    got = narrow_linear(x, weight, tile=tile)
     want = (x.float() @ weight.float().t()).to(dtype)
     torch.testing.assert_close(got, want, rtol=2e-2, atol=depth**0.5 * 2e-2)
     if dtype is torch.float32:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    alone = narrow_linear(x[-1:], weight, tile=NARROW)
+    alone = narrow_linear(x[-1:], weight, tile=tile)
     assert torch.equal(alone[0], got[-1])
     torch.testing.assert_close(narrow_linear(x, weight), got, rtol=2e-2, atol=depth**0.5 * 2e-2)
     assert not torch.allclose(got, want.roll(1, 1), rtol=2e-2, atol=depth**0.5 * 2e-2)

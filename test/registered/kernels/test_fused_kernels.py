@@ -39,13 +39,14 @@ def test_kernels_compile_for_hopper():
     assert ".target sm_90" in ptx and ".entry" in ptx
 
 
-def test_narrow_linear_compiles_for_hopper():
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_narrow_linear_compiles_for_hopper(lanes):
     pytest.importorskip("triton", reason="Triton is not installed")
     from sglang.kernels.ops.fused import narrow
     from sglang.kernels.ops.fused.narrow_kernel import narrow_linear_kernel
     from sglang.test.compile_kernels import compile_for_hopper
 
-    tile = narrow.TILE
+    tile = narrow.TILE if lanes == 1 else narrow.NarrowTile(16, 16, 128, 8, 2, lanes)
     ptx = compile_for_hopper(
         narrow_linear_kernel,
         pointers=dict.fromkeys(("p_x", "p_w", "p_out"), "*bf16"),
@@ -53,6 +54,7 @@ def test_narrow_linear_compiles_for_hopper():
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "BLOCK_K": tile.block_k,
+            "LANES": tile.lanes,
             "EVEN_K": True,
         },
         num_warps=tile.num_warps,

@@ -17,13 +17,17 @@ if triton_support.AVAILABLE:
 
 @dataclass(frozen=True)
 class NarrowTile:
-    """Output tile of one program: small, so that a result of a few hundred columns feeds every core."""
+    """Output tile of one program: small, so that a result of a few hundred columns feeds every core.
+
+    lanes  blocks of K that are multiplied side by side
+    """
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    lanes: int = 1
 
 
 TILE = NarrowTile(block_m=16, block_n=16, block_k=256, num_warps=4, num_stages=3)
@@ -32,8 +36,8 @@ TILE = NarrowTile(block_m=16, block_n=16, block_k=256, num_warps=4, num_stages=3
 def narrow_linear(x: Tensor, weight: Tensor, *, tile: NarrowTile | None = None) -> Tensor:
     """``x W^T`` of x [T, K] and weight [N, K] of one dtype. Returns [T, N].
 
-    Up to SMALL_ROWS rows, or with ``tile``, one kernel whose sums ascend along K, so that a row does not
-    depend on the others; more rows are torch's.
+    Up to SMALL_ROWS rows, or with ``tile``, one kernel whose order of sums is the tile's alone, so that a row
+    does not depend on the others; more rows are torch's.
     """
     num_rows, depth = x.shape
     if tile is None and num_rows > SMALL_ROWS:
@@ -56,7 +60,8 @@ def narrow_linear(x: Tensor, weight: Tensor, *, tile: NarrowTile | None = None) 
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
-            EVEN_K=depth % tile.block_k == 0,
+            LANES=tile.lanes,
+            EVEN_K=depth % (tile.lanes * tile.block_k) == 0,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
