@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -171,7 +171,7 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=BF16)
 
 
-def graph_us(calls: list[Callable[[], object]], blocks: int = 5, replays: int = 3) -> float:
+def graph_us(calls: Sequence[Callable[[], object]], blocks: int = 5, replays: int = 3) -> float:
     """Median time of one call, from a graph of all of ``calls``."""
     for call in calls:
         call()
@@ -193,21 +193,34 @@ def graph_us(calls: list[Callable[[], object]], blocks: int = 5, replays: int = 
     return statistics.median(times)
 
 
+RULES = (
+    SplitRule(128, 64, 32),
+    SplitRule(256, 64, 64),
+    SplitRule(512, 64, 32),
+    SplitRule(256, 64, 16),
+)
+SHARED = HopperLaunch(32, 2, programs=2)
+
+
 def decode_settings(case: Case) -> Iterator[Setting]:
-    """The table's first; then the Hopper kernel, tiles under the table's rule, rules under both."""
+    """The table's first; then rules under the table's tile, tiles under its rule."""
     group_rows = case.steps * case.heads // case.kv_heads
     table = few_rows(HEAD_DIM, group_rows)
-    shared = HopperLaunch(32, 2, programs=2)
     yield Setting(table, SPLITS)
-    for launch in (shared, HopperLaunch(64, 2), HopperLaunch(64, 3)):
-        yield Setting(launch, SPLITS)
     yield Setting(table, SPLITS, "float32")
-    for least, most in ((128, 32), (256, 64), (512, 32), (256, 16), (128, 64)):
-        for tile in (table, shared):
-            yield Setting(tile, SplitRule(least, 64, most))
+    for rule in RULES:
+        yield Setting(table, rule)
     height = max(16, 1 << (group_rows - 1).bit_length())
-    for n, warps, stages in ((32, 4, 2), (32, 4, 3), (64, 4, 3), (64, 2, 2)):
+    for n, warps, stages in ((32, 4, 2), (32, 4, 3), (64, 4, 3)):
         yield Setting(PagedLaunch(height, n, warps, stages), SPLITS)
+
+
+def hopper_split_settings(case: Case) -> Iterator[Setting]:
+    """The copy engine's kernel under the table's rule; its rings; other rules."""
+    for launch in (SHARED, HopperLaunch(64, 2), HopperLaunch(64, 3)):
+        yield Setting(launch, SPLITS)
+    for rule in RULES:
+        yield Setting(SHARED, rule)
 
 
 def prefill_settings(case: Case) -> Iterator[Setting]:
@@ -221,7 +234,7 @@ def prefill_settings(case: Case) -> Iterator[Setting]:
 def tail_settings(case: Case) -> Iterator[Setting]:
     """A short chunk after a long prefix: whole, and split by either kernel."""
     yield Setting(HopperLaunch())
-    for tile in (short_chunks(HEAD_DIM), HopperLaunch(32, 2, programs=2), HopperLaunch(64, 2)):
+    for tile in (short_chunks(HEAD_DIM), SHARED, HopperLaunch(64, 2)):
         yield Setting(tile, SPLITS)
 
 
@@ -231,14 +244,15 @@ def sweep(case: Case, what: str, settings: list[Setting], stop: float) -> list[T
     spaces = [case.workspace(setting) for setting in settings]
     with ThreadPoolExecutor(12) as pool:  # compiles side by side
         list(pool.map(case.call, settings, spaces))
-    found = []
+    found: list[Timing] = []
     for setting, space in zip(settings, spaces, strict=True):
         if time.monotonic() > stop:
             break
         error = relative(case.call(setting, space)[picked], want)
         us = 0.0
         if error < 1e-2:
-            calls = [partial(case.call, setting, space, layer) for layer in range(case.layers)]
+            layers = range(case.layers)
+            calls = [partial(case.call, setting, space, layer) for layer in layers]
             us = graph_us(calls)
         found.append(Timing(what, asdict(setting), us, case.floor_us, error))
     return found
@@ -346,7 +360,7 @@ def run_case(
     what = f"{requests} x {steps} after {prefix}"
     settings = list(dict.fromkeys(settings_of(case)))
     found = sweep(case, what, settings, stop)
-    if with_peers:
+    if with_peers and settings_of is not hopper_split_settings:
         found += peers(case, what)
     kernels = {str(asdict(setting)): kernels_of(case, setting) for setting in settings[:2]}
     report(found)
@@ -367,8 +381,10 @@ def main() -> None:
     found: list[Timing] = []
     kernels: dict[str, dict[str, dict[str, float]]] = {}
     runs = [(DECODE[0], decode_settings), (PREFILL[0], prefill_settings)]
+    runs += [(DECODE[0], hopper_split_settings)]
     runs += [(shape, tail_settings) for shape in TAILS]
-    runs += [(shape, decode_settings) for shape in DECODE[1:]]
+    for shape in DECODE[1:]:
+        runs += [(shape, decode_settings), (shape, hopper_split_settings)]
     runs += [(shape, prefill_settings) for shape in PREFILL[1:]]
     for shape, settings_of in runs:
         if time.monotonic() > stop:
