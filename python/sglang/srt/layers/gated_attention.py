@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sglang.kernels import triton_support
+from sglang.kernels.ops.attention.paged.store import NormRope, norm_rope_store
 from sglang.kernels.ops.fused.rows import sigmoid_mul, sigmoid_mul_quantized
 from sglang.kernels.ops.fused.sums import Delta
 from sglang.kernels.ops.quantization.rows import NormedRows
@@ -82,12 +83,40 @@ class GatedAttention(nn.Module):
             q, gate = q.chunk(2, dim=-1)
         k = k.view(num_rows, attn.num_kv_heads, attn.head_dim)
         v = v.view(num_rows, attn.num_kv_heads, attn.head_dim)
-        q = norm_and_rotate(q, self.q_norm, self.rotary, fb.positions)
-        k = norm_and_rotate(k, self.k_norm, self.rotary, fb.positions)
-        out = backend.forward(q, k, v, attn, fb)
+        out = self._attend(q, k, v, fb, backend)
         if gate is not None and isinstance(self.o_proj, FP8Linear):
             return self.o_proj.in_parts(sigmoid_mul_quantized(out, gate))
         if gate is not None:
             gated = triton_support.runs_on(out)
             out = sigmoid_mul(out, gate) if gated else out * torch.sigmoid(gate)
         return self.o_proj(out.reshape(num_rows, -1))
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, fb: ForwardBatch, backend: AttentionBackend
+    ) -> Tensor:
+        """Norm, rotation, storing and attention; the first three in one launch where the backend lets us store."""
+        buffers = backend.kv_buffers(self.attn) if triton_support.runs_on(q) else None
+        if buffers is None:
+            q = norm_and_rotate(q, self.q_norm, self.rotary, fb.positions)
+            k = norm_and_rotate(k, self.k_norm, self.rotary, fb.positions)
+            return backend.forward(q, k, v, self.attn, fb)
+        norm = NormRope(
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.rotary.cos,
+            self.rotary.sin,
+            self.q_norm.eps,
+            self.q_norm.unit_offset,
+        )
+        keys, values = buffers
+        q = norm_rope_store(
+            q,
+            k,
+            v,
+            norm,
+            positions=fb.positions,
+            slots=fb.out_cache_loc,
+            k_buffer=keys,
+            v_buffer=values,
+        )
+        return backend.attend(q, self.attn, fb)

@@ -27,6 +27,15 @@ class AttentionBackend(ABC):
         """
         raise TypeError(f"{type(self).__name__} has no full attention")
 
+    def kv_buffers(self, layer: RadixAttention) -> tuple[Tensor, Tensor] | None:
+        """K and V [num_slots, Nkv, d] of ``layer`` for a caller that stores its rows itself and then calls
+        ``attend``; None if only ``forward`` stores."""
+        return None
+
+    def attend(self, q: Tensor, layer: RadixAttention, fb: ForwardBatch) -> Tensor:
+        """``forward`` after this call's keys and values have been stored."""
+        raise TypeError(f"{type(self).__name__} does not attend to rows that others stored")
+
     def forward_linear(
         self,
         mixed_qkv: Tensor,

@@ -202,6 +202,12 @@ class HybridLinearAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         return self.full_attn_backend.forward(q, k, v, layer, fb)
 
+    def kv_buffers(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self.full_attn_backend.kv_buffers(layer)
+
+    def attend(self, q: torch.Tensor, layer: RadixAttention, fb: ForwardBatch) -> torch.Tensor:
+        return self.full_attn_backend.attend(q, layer, fb)
+
     def forward_linear(
         self,
         mixed_qkv: torch.Tensor,

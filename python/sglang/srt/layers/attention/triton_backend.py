@@ -79,8 +79,14 @@ class TritonAttnBackend(AttentionBackend):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, fb: ForwardBatch
     ) -> Tensor:
+        self._kv_pool.set_kv_buffer(layer.kv_layer, fb.out_cache_loc, k, v)
+        return self.attend(q, layer, fb)
+
+    def kv_buffers(self, layer: RadixAttention) -> tuple[Tensor, Tensor] | None:
+        return self._kv_pool.get_kv_buffer(layer.kv_layer)
+
+    def attend(self, q: Tensor, layer: RadixAttention, fb: ForwardBatch) -> Tensor:
         pool, index = self._kv_pool, layer.kv_layer
-        pool.set_kv_buffer(index, fb.out_cache_loc, k, v)
         if fb.tree_mask is not None:
             keys, values = pool.get_kv_buffer(index)
             return attend_trees(q, keys, values, self._req_pool.req_to_token, layer, fb)
