@@ -38,10 +38,10 @@ from sglang.kernels.ops.attention.fla.fused_gdn_gating import fused_gdn_gating
 from sglang.kernels.ops.attention.fla.gdn_prefill import chunked_rule_torch, gdn_prefill
 from sglang.kernels.ops.attention.fla.prefill_launch import (
     LEAN_HALF,
+    PRODUCTS_HALF,
     ChunkTile,
     PrefillTiles,
     StateTile,
-    prefill_tiles,
 )
 from sglang.kernels.ops.attention.fla.prefill_plan import (
     PrefillPlan,
@@ -56,8 +56,7 @@ BYTES_PER_US = 4.3e6  # an H200's measured streaming rate
 MODELS = {"35B": (16, 32), "27B": (16, 48)}
 HEAD_DIM, TOKENS, WIDTH, COPIES = 128, 8192, 4, 2
 SHAPES = {"1 x 8192": [TOKENS], "8 x 1024": [TOKENS // 8] * 8}
-TABLE = prefill_tiles(2)
-FORMS = {"lean": LEAN_HALF, "products": prefill_tiles(2)}
+FORMS = {"lean": LEAN_HALF, "products": PRODUCTS_HALF}
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from sglang.kernels import triton_support
 from sglang.kernels.ops.attention.fla.gdn_prefill import chunked_rule_torch, gdn_prefill
 from sglang.kernels.ops.attention.fla.prefill_launch import (
     LEAN_HALF,
+    PRODUCTS_HALF,
     PrefillTiles,
-    prefill_tiles,
 )
 from sglang.kernels.ops.attention.fla.prefill_plan import (
     PrefillPlan,
@@ -35,7 +35,8 @@ SLOTS, DESTS, NUM_SLOTS = [3, 9, -1, 5, 0, 7], [-1, 1, -1, 2, 4, 6], 11
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 3e-3}
 NAN = float("nan")
 POINTERS = replace(LEAN_HALF, state=replace(LEAN_HALF.state, copy_engine=False, num_stages=2))
-FORMS = {"products": prefill_tiles(2), "lean": LEAN_HALF}
+WIDE = replace(LEAN_HALF, state=replace(LEAN_HALF.state, block_v=128, num_warps=8))
+FORMS = {"products": PRODUCTS_HALF, "lean": LEAN_HALF}
 
 
 @dataclass
@@ -241,12 +242,13 @@ def test_narrow_states_and_repeats(form):
         assert same_bits(again, out) and same_bits(states, pool)
 
 
-def test_bits_do_not_depend_on_how_rows_are_fetched():
-    """A tile that the copy engine fetches from elsewhere, or uses before it is there; rows it cannot fetch."""
+def test_bits_do_not_depend_on_the_tile_of_the_state():
+    """Copies from elsewhere or used before they are there; rows that cannot be copied; sums cut by the tile."""
     case = make_case(GEOMETRIES[0 if ON_GPU else -1], DTYPES[1], form="lean")
     out, pool = run(case)
-    again, states = run(replace(case, tiles=POINTERS))
-    assert same_bits(again, out) and same_bits(states, pool)
+    for tiles in (POINTERS, WIDE):
+        again, states = run(replace(case, tiles=tiles))
+        assert same_bits(again, out) and same_bits(states, pool)
     shifted = torch.full((case.mixed.shape[0], case.mixed.shape[1] + 1), NAN).to(case.mixed)
     shifted[:, 1:] = case.mixed
     odd = replace(case, mixed=shifted[:, 1:])

@@ -31,10 +31,10 @@ def test_prefill_compiles_for_hopper(heads, kind):
     """A tile that does not fit the chip, or 16-bit products that miss the tensor cores' asynchronous path."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from sglang.kernels.ops.attention.fla import prefill_kernels
-    from sglang.kernels.ops.attention.fla.prefill_launch import prefill_tiles
+    from sglang.kernels.ops.attention.fla.prefill_launch import PRODUCTS_HALF, prefill_tiles
     from sglang.test.compile_kernels import compile_for_hopper
 
-    tiles = prefill_tiles(4 if kind == "fp32" else 2)
+    tiles = prefill_tiles(4) if kind == "fp32" else PRODUCTS_HALF
     shape = {
         "HV": heads[1],
         "GROUP": heads[1] // heads[0],
@@ -82,7 +82,8 @@ def test_lean_prefill_compiles_for_hopper(heads):
     chunk, state, dim = LEAN_HALF.chunk, LEAN_HALF.state, heads[2]
     block_v = min(state.block_v, dim)
     width = (2 * heads[0] + heads[1]) * dim
-    shape = {"HV": heads[1], "GROUP": heads[1] // heads[0], "K": dim, "C": 64, "DOT": "tf32"}
+    shape = {"HV": heads[1], "GROUP": heads[1] // heads[0], "K": dim, "C": 64}
+    shape["DOT"] = LEAN_HALF.dot_precision
     for name in ("q", "k", "v"):
         shape |= {f"stride_{name}_token": width, f"stride_{name}_head": dim}
     vectors = dict.fromkeys(

@@ -1,6 +1,6 @@
 """Tiles of the chunked prefill, as data.
 
-`_HALF` is what ``benchmark/gdn_prefill`` measured on an H200 for the 35B model: 220 us and 232 us for one prompt of
+`PRODUCTS_HALF` is what ``benchmark/gdn_prefill`` measured on an H200 for the 35B model: 220 us and 232 us for one prompt of
 8,192 rows, 219 us and 260 us for eight of 1,024. The others are guesses from tile arithmetic.
 """
 
@@ -52,7 +52,7 @@ class PrefillTiles:
     lean: bool = False
 
 
-_HALF = PrefillTiles(
+PRODUCTS_HALF = PrefillTiles(
     ChunkTile(
         heads=1,
         base=16,
@@ -91,15 +91,15 @@ LEAN_HALF = PrefillTiles(
         max_registers=168,
     ),
     StateTile(block_v=64, num_warps=4, num_stages=3, max_registers=None, copy_engine=True),
-    dot_precision="tf32",
+    dot_precision="ieee",
     lean=True,
 )
 
 # 64 KB of shared memory hold one stage, and AMD has no tf32 everywhere.
 _AMD_HALF = replace(
-    _HALF,
-    chunk=replace(_HALF.chunk, solve_precision="ieee"),
-    state=replace(_HALF.state, num_stages=1),
+    PRODUCTS_HALF,
+    chunk=replace(PRODUCTS_HALF.chunk, solve_precision="ieee"),
+    state=replace(PRODUCTS_HALF.state, num_stages=1),
     dot_precision="ieee",
 )
 _AMD_SINGLE = replace(
@@ -111,7 +111,7 @@ def prefill_tiles(element_bytes: int) -> PrefillTiles:
     """Chosen by the maker and the width of the activations alone, so that a batch cannot change a request's bits."""
     if torch.version.hip is not None:
         return _AMD_SINGLE if element_bytes > 2 else _AMD_HALF
-    return _SINGLE if element_bytes > 2 else _HALF
+    return _SINGLE if element_bytes > 2 else PRODUCTS_HALF
 
 
 def launch_options(tile: ChunkTile | StateTile) -> dict[str, int]:

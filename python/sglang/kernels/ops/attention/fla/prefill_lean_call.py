@@ -109,7 +109,8 @@ def run_lean_states(
     """Walk every prompt: `out` [T, HV, V], boundary states and last states in `pool`."""
     tile, (value_heads, dim_v) = tiles.state, x.v.shape[1:]
     block_v, dim_k = min(tile.block_v, dim_v), x.q.shape[2]
-    copies = tile.copy_engine and all(_copies(t) for t in (x.q, x.k, x.v))
+    copies = tile.copy_engine and torch.version.hip is None
+    copies = copies and all(_copies(t) for t in (x.q, x.k, x.v))
     moved = (None,) * 6
     if copies:
         own = (_rows(x.q, dim_k), _rows(x.k, dim_k), _rows(x.v, block_v))

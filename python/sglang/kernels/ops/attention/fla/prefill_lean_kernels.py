@@ -26,7 +26,7 @@ def lower_inverse(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexp
     """
     i = tl.arange(0, C)
     HALF: tl.constexpr = PRECISION == "fp16"
-    DOT: tl.constexpr = "tf32" if HALF else PRECISION
+    DOT: tl.constexpr = "ieee" if HALF else PRECISION
     operand = tl.float16 if HALF else tl.float32
     if BASE == 2:
         beside = i[:, None] == (i ^ 1)[None, :]
