@@ -297,15 +297,12 @@ class RequestMemory:
     ) -> int:
         """State slot for the boundary state that the next decode or verify step may reach, or -1.
 
-        ``max_tokens`` is the most tokens that step can commit; the policy's by default. If the step
-        does store a boundary state, ``note_track`` must follow, also when the request ends in that
-        step and before ``finish``: the slot may have held the previous checkpoint. For one token
-        the answer is -1 unless the step ends exactly on a boundary. ``is_ahead``: a step is in flight
-        that may turn out to have ended the request, so its latest checkpoint must not be overwritten.
+        ``max_tokens``: the most that step can commit; the policy's by default. ``note_track`` must follow
+        a stored state, also when the request ends in that step, before ``finish``. ``is_ahead``: a step is
+        in flight that may have ended the request, so its latest checkpoint must not be overwritten.
         """
-        if self._tracker is None:
-            return -1
-        return self._tracker.slot_for_decode(req, max_tokens, is_ahead=is_ahead)
+        own = self._tracker
+        return -1 if own is None else own.slot_for_decode(req, max_tokens, is_ahead=is_ahead)
 
     def note_track(self, req: HasKV, seqlen: int) -> None:
         """Record that the state of exactly ``seqlen`` tokens was stored in the next-track entry."""
