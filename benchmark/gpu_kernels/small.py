@@ -8,6 +8,7 @@ import torch
 from timing import Timing, floor_us, graph_us
 from torch import Tensor
 
+from sglang.kernels.ops.fused.argmax import argmax_rows
 from sglang.kernels.ops.fused.rows import (
     add_rms_norm,
     gated_rms_norm,
@@ -29,6 +30,7 @@ HIDDEN = {"35B": 2048, "27B": 5120}
 HEADS = {"35B": (32, 16, 2), "27B": (48, 24, 4)}
 """GDN value heads, query heads, key heads."""
 
+VOCABULARY = 248_320
 EPS = 1e-6
 BOTH = {"unit_offset": True, "quantized": True}
 Case = tuple[str, Callable[[], object], float]
@@ -55,6 +57,10 @@ def cases(model: str, rows: int) -> Iterator[Case]:
         )
     yield "quantise", lambda: quantize(x), rows * size * 3.0
     yield from head_cases(model, rows)
+    if rows <= 128:
+        scores = draw(rows, VOCABULARY)
+        yield "argmax of scores", lambda: argmax_rows(scores), scores.numel() * 2.0
+        yield "torch's argmax", lambda: torch.argmax(scores, dim=-1), scores.numel() * 2.0
     if model == "35B":
         yield from expert_cases(rows, size)
 

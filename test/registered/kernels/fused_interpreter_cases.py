@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from sglang.kernels import triton_support
+from sglang.kernels.ops.fused.argmax import argmax_rows
 from sglang.kernels.ops.fused.narrow import NarrowTile, narrow_linear
 from sglang.kernels.ops.fused.rows import (
     add_rms_norm,
@@ -222,6 +223,23 @@ def test_narrow_linear(tile, dtype, rows, columns, depth):
     assert torch.equal(alone[0], got[-1])
     torch.testing.assert_close(narrow_linear(x, weight), got, rtol=2e-2, atol=depth**0.5 * 2e-2)
     assert not torch.allclose(got, want.roll(1, 1), rtol=2e-2, atol=depth**0.5 * 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [5, 4099, 70_001])
+def test_argmax_of_rows(dtype, columns):
+    """A part's columns counted from its start, the later of two equal scores, NaN or -0 in the wrong place."""
+    scores = draw(7, columns + 3, dtype=dtype)[:, :columns]
+    scores[1] = scores[1].clamp(max=0.5)
+    scores[2] = float("-inf")
+    scores[3, columns // 2] = float("nan")
+    scores[4] = -0.0
+    scores[4, columns // 2 :] = 0.0
+    scores[5] = -scores[5].abs() - 1
+    got = argmax_rows(scores)
+    assert got.dtype == torch.int64
+    assert torch.equal(got, torch.argmax(scores, dim=-1))
+    assert not torch.equal(got, torch.argmax(scores.flip(1), dim=-1))
 
 
 def test_no_rows():

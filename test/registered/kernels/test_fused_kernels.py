@@ -63,6 +63,27 @@ def test_narrow_linear_compiles_for_hopper(lanes):
     assert "mma" in ptx and "cp.async" in ptx
 
 
+def test_argmax_compiles_for_hopper():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.fused import argmax_kernels
+    from sglang.test.compile_kernels import compile_for_hopper
+
+    ptx = compile_for_hopper(
+        argmax_kernels.largest_of_parts_kernel,
+        pointers={"p_scores": "*bf16", "p_keys": "*i64"},
+        constants={"BLOCK": 2048, "PARTS": 32},
+        aligned=("num_columns",),
+    )
+    assert "ld.global" in ptx
+    ptx = compile_for_hopper(
+        argmax_kernels.largest_part_kernel,
+        pointers={"p_keys": "*i64", "p_out": "*i64"},
+        constants={"PARTS": 32},
+        num_warps=1,
+    )
+    assert ".target sm_90" in ptx
+
+
 NORMS = ("rms_norm", "rms_norm_wide", "rms_norm_routed", "rms_norm_split")
 
 
