@@ -56,9 +56,8 @@ EXPERTS = {"35B": {"experts": 257, "top_k": 8, "hidden": 2048, "inner": 512}}
 HOPPER = (HopperTile(), HopperTile(group_m=8), HopperTile(group_m=32), HopperTile(num_stages=3))
 
 
-def dense_tiles(rows: int) -> Iterator[GemmTile | HopperTile]:
+def dense_tiles(rows: int) -> Iterator[GemmTile]:
     if rows > SMALL_ROWS:
-        yield from HOPPER
         big = GemmTile(128, 256, 8, 3, parts=2, group_m=16, descriptors=True)
         yield from (big, replace(big, scales_ahead=True), replace(big, num_stages=4))
         yield from (
@@ -90,11 +89,10 @@ def split_tiles() -> Iterator[GemmTile]:
         yield GemmTile(32, 128, 4, 4, weights_first=True, splits=splits)
 
 
-def gated_tiles(rows: int) -> Iterator[GemmTile | HopperTile]:
+def gated_tiles(rows: int) -> Iterator[GemmTile]:
     if rows > SMALL_ROWS:
-        yield from HOPPER
         for tile in dense_tiles(rows):
-            if isinstance(tile, GemmTile) and tile.parts == 2 and tile.block_n == 256:
+            if tile.parts == 2 and tile.block_n == 256:
                 yield tile
         return
     for m, warps in ((64, 4), (64, 8), (128, 8)):
@@ -106,10 +104,9 @@ def gated_tiles(rows: int) -> Iterator[GemmTile | HopperTile]:
         yield GemmTile(m, 256, 8, 4, parts=2, weights_first=True, descriptors=True)
 
 
-def expert_candidates(rows: int, *, gated: bool) -> Iterator[ExpertTile | HopperTile]:
+def expert_candidates(rows: int, *, gated: bool) -> Iterator[ExpertTile]:
     """Of the gated up projection, or of the down projection."""
     if rows > SMALL_ROWS:
-        yield from (HopperTile(), HopperTile(num_stages=3))
         big = ExpertTile(128, 256, 128, 8, 3, False, parts=2, descriptors=True)
         for m in (128, 64):
             yield from (replace(big, block_m=m), replace(big, block_m=m, scales_ahead=True))
@@ -153,25 +150,31 @@ def narrow_tiles() -> Iterator[NarrowTile]:
         yield NarrowTile(m, 16, k, warps, stages, lanes)
 
 
-def jobs(model: str, rows: tuple[int, ...]) -> list[tuple[object, int, str, str]]:
-    """Arguments of ``once`` for every kernel that the timing of ``model`` at ``rows`` will need."""
+def jobs(
+    model: str, rows: tuple[int, ...], topics: list[str]
+) -> list[tuple[object, int, str, str]]:
+    """Arguments of ``once`` for every kernel that the timing of ``topics`` at ``rows`` will need."""
     found: set[tuple[object, int, str, str]] = set()
     for count in {min(rows), max(rows)}:
-        for what in GATED[model]:
-            found |= {
-                (tile, count, model, what) for tile in (gated_tile(count), *gated_tiles(count))
-            }
-        tables = [dense_tile(count, shape[0]) for shape in DENSE[model].values()]
-        found |= {(tile, count, model, "in_proj") for tile in (*tables, *dense_tiles(count))}
-        if count <= SMALL_ROWS:
-            found |= {(tile, count, model, "out") for tile in (split_tile(), *split_tiles())}
-        if model in EXPERTS:
+        few = count <= SMALL_ROWS
+        if "dense" in topics:
+            for what in GATED[model]:
+                tiles = (gated_tile(count), *gated_tiles(count))
+                found |= {(tile, count, model, what) for tile in tiles}
+            tables = [dense_tile(count, shape[0]) for shape in DENSE[model].values()]
+            found |= {(tile, count, model, "in_proj") for tile in (*tables, *dense_tiles(count))}
+            if few:
+                found |= {(tile, count, model, "out") for tile in (split_tile(), *split_tiles())}
+        if "experts" in topics and model in EXPERTS:
             table = expert_tiles(count, 2, fp8=True)
             for what, own in (("up", table.up), ("down", table.down)):
                 tiles = (own, *expert_candidates(count, gated=what == "up"))
                 found |= {(tile, count, model, what) for tile in tiles}
-        if count <= SMALL_ROWS:
+        if "narrow" in topics and few:
             found |= {(tile, count, model, "b, a") for tile in (TILE, *narrow_tiles())}
+        if "hopper" in topics and not few:
+            whats = ("up", "down", "in_proj") if model in EXPERTS else ("in_proj", *GATED[model])
+            found |= {(tile, count, model, what) for tile in HOPPER for what in whats}
     return sorted(found, key=str)
 
 
@@ -286,7 +289,10 @@ def time_tiles(
     return found
 
 
-def time_dense(model: str, what: str, rows: int, stop: float) -> list[Timing]:
+def time_dense(
+    model: str, what: str, rows: int, stop: float, *, hopper: bool = False
+) -> list[Timing]:
+    """``hopper``: that kernel's tiles beside the table's."""
     gated = what in GATED[model]
     columns, depth = (GATED if gated else DENSE)[model][what]
     weights = [fp8_weight(columns, depth) for _ in range(copies_of(columns * depth))]
@@ -303,7 +309,8 @@ def time_dense(model: str, what: str, rows: int, stop: float) -> list[Timing]:
         return block_scaled_linear(q, *weights[copy], tile=tile)
 
     table = gated_tile(rows) if gated else dense_tile(rows, columns)
-    tiles = gated_tiles(rows) if gated else dense_tiles(rows)
+    tiles: Iterator[GemmTile | HopperTile]
+    tiles = iter(HOPPER) if hopper else gated_tiles(rows) if gated else dense_tiles(rows)
     found = time_tiles(what, rows, table, tiles, call, len(weights), floor, stop)
     if rows <= SMALL_ROWS and depth >= 4096 and not gated:
         floor += rows * columns * 4 / BYTES_PER_US
@@ -313,7 +320,7 @@ def time_dense(model: str, what: str, rows: int, stop: float) -> list[Timing]:
     return found
 
 
-def time_experts(case: ExpertCase, stop: float) -> list[Timing]:
+def time_experts(case: ExpertCase, stop: float, *, hopper: bool = False) -> list[Timing]:
     table = expert_tiles(case.rows, 2, fp8=True)
     found = []
     for what, own, call in (("up", table.up, case.up), ("down", table.down, case.down)):
@@ -321,7 +328,7 @@ def time_experts(case: ExpertCase, stop: float) -> list[Timing]:
             f"experts {what}",
             case.rows,
             own,
-            expert_candidates(case.rows, gated=what == "up"),
+            iter(HOPPER) if hopper else expert_candidates(case.rows, gated=what == "up"),
             lambda tile, copy, call=call: call(tile),
             1,
             case.floor(what),

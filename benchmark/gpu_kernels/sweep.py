@@ -23,8 +23,10 @@ import small
 import torch
 from timing import Timing, compile_side_by_side
 
+from sglang.kernels.ops.quantization.launch import SMALL_ROWS
+
 ROWS = (100, 8192, 25, 32, 1)
-TOPICS = ("experts", "dense", "narrow", "small")
+TOPICS = ("experts", "dense", "narrow", "small", "hopper")
 WRONG = 1e-2
 
 
@@ -42,6 +44,13 @@ def groups(model: str, rows: tuple[int, ...], topics: list[str], stop: float) ->
                 yield partial(products.time_narrow, model, what, count, stop)
         if "small" in topics:
             yield partial(small.time_small, model, count)
+    for count in rows:
+        if "hopper" in topics and count > SMALL_ROWS:
+            for what in (*products.DENSE[model], *products.GATED[model]):
+                yield partial(products.time_dense, model, what, count, stop, hopper=True)
+            if model in products.EXPERTS:
+                case = products.ExpertCase(products.EXPERTS[model], count)
+                yield partial(products.time_experts, case, stop, hopper=True)
 
 
 def report(found: list[Timing]) -> None:
@@ -73,7 +82,10 @@ def main() -> None:
     begin = time.monotonic()
     stop = begin + options.budget_s
     torch.manual_seed(0)
-    wanted = [(products.once, job) for job in products.jobs(options.model, tuple(options.rows))]
+    wanted = [
+        (products.once, job)
+        for job in products.jobs(options.model, tuple(options.rows), options.topics)
+    ]
     compiled_s = compile_side_by_side(wanted, options.workers)
     print(f"compiled {len(wanted)} candidates in {compiled_s:.0f} s", flush=True)
     bits = {str(n): small.fusing_keeps_bits(options.model, n) for n in (25, 8192)}
