@@ -117,13 +117,13 @@ class RequestMemory:
 
     def stats(self) -> dict[str, int]:
         """Gauges: slots in all, held by requests, and kept by the tree, for KV and for states."""
-        cached_states = self._tree.num_states
-        used_states = self._slots.num_states - self._slots.num_free_states - cached_states
+        slots, cached_states = self._slots, self._tree.num_states
+        used_states = slots.num_states - slots.num_free_states - cached_states
         return {
             "kv_tokens_total": self._allocator.size,
             "kv_tokens_available": self.available_tokens(),
             "kv_tokens_cached": self._tree.num_kv_tokens,
-            "states_total": self._slots.num_states,
+            "states_total": slots.num_states,
             "states_used": used_states,
             "states_cached": cached_states,
             "requests": len(self._held),
@@ -148,8 +148,7 @@ class RequestMemory:
         """
         if req.kv.req_pool_idx is not None:
             raise ValueError(f"request row {req.kv.req_pool_idx} is admitted already")
-        key = token_key(token_ids)
-        match = self._match(key, limit)
+        match = self._match(key := token_key(token_ids), limit)
         end = match.usable_len + num_new_tokens
         if end > self._slots.max_context_len:
             raise ValueError(
