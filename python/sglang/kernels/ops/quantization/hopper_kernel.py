@@ -99,14 +99,9 @@ def source_of(result, num_pairs, TOP_K: gl.constexpr, X_BY_PAIR: gl.constexpr):
 
 @gluon.jit
 def gather_rows(
-    p_x, stride_x, p_pairs, i_m, start: gl.constexpr, routed_tiles, num_pairs, extra_rows,
-    TOP_K: gl.constexpr, X_BY_PAIR: gl.constexpr,
+    p_x, stride_x, result, num_pairs, layout: gl.constexpr, TOP_K: gl.constexpr, X_BY_PAIR: gl.constexpr
 ):  # fmt: skip
-    """(pointers to step 0 of HALF rows, which of them exist)."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    result = results_of(
-        p_pairs, i_m, start, routed_tiles, num_pairs, extra_rows, True, gl.SliceLayout(1, layout)
-    )
+    """(pointers to step 0 of the HALF rows that make ``result``, which of them exist)."""
     row = source_of(result, num_pairs, TOP_K, X_BY_PAIR)
     k = gl.arange(0, GROUP, gl.SliceLayout(0, layout))
     return p_x + (row * stride_x)[:, None] + k[None, :], (result >= 0)[:, None]
@@ -119,23 +114,41 @@ def fetch_tiles(
     TOP_K: gl.constexpr, X_BY_PAIR: gl.constexpr, GROUPED: gl.constexpr, GROUP_M: gl.constexpr,
     GATED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Both operands of every step of every item into the ring. x is a descriptor, or with GROUPED a pointer."""
+    """Both operands of every step of every item into the ring. x is a descriptor, or with GROUPED a pointer.
+
+    Here and below, where an item lies is read while the one before it is worked on.
+    """
     WIDTH: gl.constexpr = GROUP if GATED else 2 * GROUP
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    next_m, next_n = place_of(gl.program_id(0), tiles_m, tiles_n, GROUP_M, GROUPED)
+    next_expert = expert_of(p_tile_experts, next_m, routed_tiles, shared_expert, GROUPED)
+    if GROUPED:
+        next_low = results_of(p_pairs, next_m, 0, routed_tiles, num_pairs, extra_rows, True, rows)
+        next_high = results_of(
+            p_pairs, next_m, HALF, routed_tiles, num_pairs, extra_rows, True, rows
+        )
     step = 0
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
-        i_m, i_n = place_of(i, tiles_m, tiles_n, GROUP_M, GROUPED)
-        expert = expert_of(p_tile_experts, i_m, routed_tiles, shared_expert, GROUPED)
+        i_m, i_n, expert = next_m, next_n, next_expert
+        following = gl.minimum(i + gl.num_programs(0), total - 1)
+        next_m, next_n = place_of(following, tiles_m, tiles_n, GROUP_M, GROUPED)
+        next_expert = expert_of(p_tile_experts, next_m, routed_tiles, shared_expert, GROUPED)
+        if GROUPED:
+            p_low, low_ok = gather_rows(x, stride_x, next_low, num_pairs, layout, TOP_K, X_BY_PAIR)
+            p_high, high_ok = gather_rows(
+                x, stride_x, next_high, num_pairs, layout, TOP_K, X_BY_PAIR
+            )
+            next_low = results_of(
+                p_pairs, next_m, 0, routed_tiles, num_pairs, extra_rows, True, rows
+            )
+            next_high = results_of(
+                p_pairs, next_m, HALF, routed_tiles, num_pairs, extra_rows, True, rows
+            )
         if expert >= 0:
             apart = num_columns if GATED else GROUP
             weight_rows = 2 * num_columns if GATED else num_columns
             at = expert * weight_rows + i_n * WIDTH
-            if GROUPED:
-                p_low, low_ok = gather_rows(
-                    x, stride_x, p_pairs, i_m, 0, routed_tiles, num_pairs, extra_rows, TOP_K, X_BY_PAIR
-                )  # fmt: skip
-                p_high, high_ok = gather_rows(
-                    x, stride_x, p_pairs, i_m, HALF, routed_tiles, num_pairs, extra_rows, TOP_K, X_BY_PAIR
-                )  # fmt: skip
             for i_k in range(num_steps):
                 stage = step % STAGES
                 ready = full.index(stage)
@@ -204,15 +217,24 @@ def multiply_tiles(
     io: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     nothing = gl.zeros([HALF, GROUP], gl.float32, mma)
+    next_m, next_n = place_of(gl.program_id(0), tiles_m, tiles_n, GROUP_M, GROUPED)
+    next_expert = expert_of(p_tile_experts, next_m, routed_tiles, shared_expert, GROUPED)
+    next_live = is_live(p_pairs, next_m, START, routed_tiles, extra_rows, GROUPED)
+    next_result = results_of(
+        p_pairs, next_m, START, routed_tiles, num_pairs, extra_rows, GROUPED, rows
+    )
     step = 0
     for i in range(gl.program_id(0), total, gl.num_programs(0)):
-        i_m, i_n = place_of(i, tiles_m, tiles_n, GROUP_M, GROUPED)
-        expert = expert_of(p_tile_experts, i_m, routed_tiles, shared_expert, GROUPED)
+        i_m, i_n, expert, live, result = next_m, next_n, next_expert, next_live, next_result
+        following = gl.minimum(i + gl.num_programs(0), total - 1)
+        next_m, next_n = place_of(following, tiles_m, tiles_n, GROUP_M, GROUPED)
+        next_expert = expert_of(p_tile_experts, next_m, routed_tiles, shared_expert, GROUPED)
+        next_live = is_live(p_pairs, next_m, START, routed_tiles, extra_rows, GROUPED)
+        next_result = results_of(
+            p_pairs, next_m, START, routed_tiles, num_pairs, extra_rows, GROUPED, rows
+        )
         if expert >= 0:
-            if is_live(p_pairs, i_m, START, routed_tiles, extra_rows, GROUPED):
-                result = results_of(
-                    p_pairs, i_m, START, routed_tiles, num_pairs, extra_rows, GROUPED, rows
-                )
+            if live:
                 ok = result >= 0
                 column = i_n * WIDTH
                 apart = num_columns if GATED else GROUP
@@ -320,7 +342,7 @@ def hopper_gemm_kernel(
     [128, 128] of all experts' rows. num_columns is a multiple of what an item stores; num_steps blocks of K.
     extra_rows: GROUPED, rows of the shared expert, whose tiles follow the routed ones; otherwise x's rows.
     """
-    REGISTERS: gl.constexpr = (216, 72)
+    REGISTERS: gl.constexpr = (216, 72) if GROUPED else (224, 56)
     total = tiles_m * tiles_n
     w_layout: gl.constexpr = desc_w.layout
     x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, GROUP], gl.float8e4nv)
