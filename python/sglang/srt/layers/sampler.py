@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglang.kernels.ops.fused.argmax import argmax_rows
 from sglang.srt.sampling.sampling_batch import SamplingBatch
 
 HEAD_TOKENS = 256  # a guess: holds the draw of all but very flat distributions
@@ -13,12 +14,12 @@ HEAD_TOKENS = 256  # a guess: holds the draw of all but very flat distributions
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Draw one token per row.
 
-    Shapes: logits [M, vocab] fp32; returns [M] int64.
+    Shapes: logits [M, vocab] fp32 (any float dtype if all are greedy); returns [M] int64.
     A row's result depends on its own logits, parameters and uniform number only. Filters apply in
     the order temperature, top-k, top-p, min-p, each on the renormalised remainder; the draw is
     inverse-CDF over the descending order (ties: lowest id first).
     """
-    best = torch.argmax(logits, dim=-1)
+    best = argmax_rows(logits)
     if batch.all_greedy:
         return best
     rows = torch.nonzero(~batch.greedy).flatten()

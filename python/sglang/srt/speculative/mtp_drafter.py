@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sglang.kernels.ops.fused.argmax import argmax_rows
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.batch_tensors import make_forward_batch
 from sglang.srt.model_executor.decode_rows import DecodeRows
@@ -94,7 +95,7 @@ class MTPDrafter:
             output = self._runner.forward(fb)
             hidden = output.hidden
             if sampler is None:
-                token = torch.argmax(output.scores, dim=-1)
+                token = argmax_rows(output.scores)
             else:
                 token, chances = sampler.choose(output.logits, step + 1)
                 probs.append(chances)
@@ -182,7 +183,7 @@ class MTPDrafter:
             )
             output = self._runner.forward(fb)
             hidden = output.hidden
-            token = torch.argmax(output.scores, dim=-1)
+            token = argmax_rows(output.scores)
             drafts.append(token)
         return torch.stack(drafts, dim=1)
 
@@ -216,7 +217,7 @@ class MTPDrafter:
     def _extend(self, fb: ForwardBatch, rows: Tensor) -> None:
         """Write draft KV for the batch's rows and keep the next first draft of request rows [R]."""
         output = self._runner.forward(fb)
-        self._first_draft[rows] = torch.argmax(output.scores, dim=-1)
+        self._first_draft[rows] = argmax_rows(output.scores)
         self._hidden[rows] = output.hidden.to(self._hidden.dtype)
         if self._first_logits is not None:
             self._first_logits[rows] = output.logits

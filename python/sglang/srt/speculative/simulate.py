@@ -9,6 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from sglang.kernels.ops.fused.argmax import argmax_rows
 from sglang.srt.environ import envs
 from sglang.srt.speculative.accept_rule import AcceptRule, Verdict, VerifyRows
 from sglang.srt.utils.upload import upload_ids
@@ -102,7 +103,7 @@ class SimulatedRule:
     def _tokens(self, rows: VerifyRows) -> Tensor:
         if self._token_mode is TokenMode.FIXED:
             return torch.full_like(rows.candidates, FIXED_TOKEN_ID)
-        return torch.argmax(rows.logits, dim=-1).view(rows.candidates.shape)
+        return argmax_rows(rows.logits).view(rows.candidates.shape)
 
 
 def _member(kind: type[Enum], variable: str, value: str) -> Enum:
