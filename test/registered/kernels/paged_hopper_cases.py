@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang.kernels.ops.attention.paged import op
 from sglang.kernels.ops.attention.paged.launch import HopperLaunch, SplitRule, many_rows
 from sglang.kernels.ops.attention.paged.op import SplitWorkspace, paged_attention
 from sglang.test.attention_reference import paged_attention_reference
@@ -140,11 +141,21 @@ def test_a_split_row_does_not_depend_on_its_batch_and_repeats(tile):
     assert padded[:4].isnan().all() and torch.equal(padded[4:], both[4:])
 
 
-def test_prompt_chunks_take_it_unless_told_otherwise():
-    """Exact; the general kernel's bits, which differ, are the control."""
+def test_prompt_chunks_take_it_unless_told_otherwise(monkeypatch):
+    """Catches a table that leaves Hopper's prompt chunks to the general kernel; an override is the control."""
+    served = []
+    for name in ("_attend", "_attend_on_hopper"):
+
+        def count(*args, name=name, serve=getattr(op, name), **options):
+            served.append(name)
+            serve(*args, **options)
+
+        monkeypatch.setattr(op, name, count)
     case = make_case([900], [200])
-    assert torch.equal(run(case, tile=None), run(case))
-    assert not torch.equal(run(case, tile=many_rows(256)), run(case))
+    by_table, by_override = run(case, tile=None), run(case, tile=many_rows(256))
+    assert served == ["_attend_on_hopper", "_attend"]
+    assert torch.equal(by_table, run(case))
+    torch.testing.assert_close(by_table, by_override, atol=2e-2, rtol=2e-2)
 
 
 def test_padding_is_not_written():
