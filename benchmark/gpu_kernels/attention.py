@@ -199,7 +199,6 @@ RULES = (
     SplitRule(512, 64, 32),
     SplitRule(256, 64, 16),
 )
-SHARED = HopperLaunch(32, 2, programs=2)
 
 
 def decode_settings(case: Case) -> Iterator[Setting]:
@@ -215,14 +214,6 @@ def decode_settings(case: Case) -> Iterator[Setting]:
         yield Setting(PagedLaunch(height, n, warps, stages), SPLITS)
 
 
-def hopper_split_settings(case: Case) -> Iterator[Setting]:
-    """The copy engine's kernel under the table's rule; its rings; other rules."""
-    for launch in (SHARED, HopperLaunch(64, 2), HopperLaunch(64, 3)):
-        yield Setting(launch, SPLITS)
-    for rule in RULES:
-        yield Setting(SHARED, rule)
-
-
 def prefill_settings(case: Case) -> Iterator[Setting]:
     """The Hopper kernel first; its blocks; the general kernel."""
     yield Setting(HopperLaunch())
@@ -232,10 +223,10 @@ def prefill_settings(case: Case) -> Iterator[Setting]:
 
 
 def tail_settings(case: Case) -> Iterator[Setting]:
-    """A short chunk after a long prefix: whole, and split by either kernel."""
+    """A short chunk after a long prefix: split as the table has it, and whole by either kernel."""
+    yield Setting(short_chunks(HEAD_DIM), SPLITS)
     yield Setting(HopperLaunch())
-    for tile in (short_chunks(HEAD_DIM), SHARED, HopperLaunch(64, 2)):
-        yield Setting(tile, SPLITS)
+    yield Setting(many_rows(HEAD_DIM))
 
 
 def sweep(case: Case, what: str, settings: list[Setting], stop: float) -> list[Timing]:
@@ -365,7 +356,7 @@ def run_case(
     what = f"{requests} x {steps} after {prefix}"
     settings = list(dict.fromkeys(settings_of(case)))
     found = sweep(case, what, settings, stop)
-    if with_peers and settings_of is not hopper_split_settings:
+    if with_peers:
         found += peers(case, what)
     kernels = {str(asdict(setting)): kernels_of(case, setting) for setting in settings[:2]}
     report(found)
@@ -386,10 +377,8 @@ def main() -> None:
     found: list[Timing] = []
     kernels: dict[str, dict[str, dict[str, float]]] = {}
     runs = [(DECODE[0], decode_settings), (PREFILL[0], prefill_settings)]
-    runs += [(DECODE[0], hopper_split_settings)]
     runs += [(shape, tail_settings) for shape in TAILS]
-    for shape in DECODE[1:]:
-        runs += [(shape, decode_settings), (shape, hopper_split_settings)]
+    runs += [(shape, decode_settings) for shape in DECODE[1:]]
     runs += [(shape, prefill_settings) for shape in PREFILL[1:]]
     for shape, settings_of in runs:
         if time.monotonic() > stop:

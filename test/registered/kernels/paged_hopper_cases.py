@@ -1,20 +1,18 @@
-"""Checks of the Hopper kernels on a GPU of compute capability 9.0; run by test_paged_attention.py."""
+"""Checks of the Hopper kernel on a GPU of compute capability 9.0; run by test_paged_attention.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from sglang.kernels.ops.attention.paged import op
-from sglang.kernels.ops.attention.paged.launch import HopperLaunch, SplitRule, many_rows
-from sglang.kernels.ops.attention.paged.op import SplitWorkspace, paged_attention
+from sglang.kernels.ops.attention.paged import hopper, op
+from sglang.kernels.ops.attention.paged.launch import HopperLaunch, many_rows
+from sglang.kernels.ops.attention.paged.op import paged_attention
 from sglang.test.attention_reference import paged_attention_reference
 
 DEVICE = torch.device("cuda")
 PAGE = 64
 HOPPER = HopperLaunch()
-SPLIT_LAUNCHES = (HopperLaunch(32, 2, programs=2), HopperLaunch(64, 2), HopperLaunch(64, 3))
-RULE = SplitRule(min_tokens=64, step_tokens=64, max_splits=8)
 
 
 def make_case(prefixes, lens, *, heads=16, kv_heads=2, dim=256, seed=0):
@@ -48,24 +46,10 @@ def make_case(prefixes, lens, *, heads=16, kv_heads=2, dim=256, seed=0):
     }
 
 
-def workspace_for(case, rule=RULE):
-    rows, heads, dim = case["q"].shape
-    return SplitWorkspace(
-        max_rows=rows,
-        max_context=case["req_to_token"].shape[1],
-        num_heads=heads,
-        head_dim=dim,
-        device=DEVICE,
-        dtype=torch.bfloat16,
-        rule=rule,
-    )
-
-
-def run(case, *, is_causal=True, tile=HOPPER, split=False, max_query_len=None):
+def run(case, *, is_causal=True, tile=HOPPER):
     return paged_attention(
         **case,
-        max_query_len=max_query_len or int(case["query_start_loc"].diff().max()),
-        workspace=workspace_for(case) if split else None,
+        max_query_len=int(case["query_start_loc"].diff().max()),
         scaling=case["q"].shape[-1] ** -0.5,
         is_causal=is_causal,
         out=torch.full_like(case["q"], float("nan")),
@@ -105,55 +89,24 @@ def test_a_row_does_not_depend_on_its_batch_and_repeats():
     assert torch.equal(both[200:500], run(alone))
 
 
-@pytest.mark.parametrize("tile", SPLIT_LAUNCHES, ids=str)
-@pytest.mark.parametrize("heads, kv_heads, dim", [(16, 2, 256), (24, 4, 256), (8, 2, 128)])
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-def test_splits_equal_the_reference(heads, kv_heads, dim, is_causal, tile):
-    """Odd lengths, several tiles and splits, contexts that end inside a page whose rest holds NaN."""
-    case = make_case([0, 130, 63, 1000], [37, 5, 65, 4], heads=heads, kv_heads=kv_heads, dim=dim)
-    got = run(case, is_causal=is_causal, tile=tile, split=True)
-    want = paged_attention_reference(**case, scaling=dim**-0.5, is_causal=is_causal)
-    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+def counted(serve, served):
+    """``serve``, which adds its name to ``served`` on every call."""
 
+    def call(*args, **options):
+        served.append(serve.__name__)
+        serve(*args, **options)
 
-@pytest.mark.parametrize("tile", SPLIT_LAUNCHES, ids=str)
-@pytest.mark.parametrize("prefix", [0, 31, 32, 62, 63, 64, 127, 511, 512, 513])
-def test_split_edges(prefix, tile):
-    """Catches a split that some or all rows of a tile do not reach, and one of a single block."""
-    case = make_case([prefix], [4])
-    want = paged_attention_reference(**case, scaling=256**-0.5)
-    torch.testing.assert_close(run(case, tile=tile, split=True), want, atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.parametrize("tile", SPLIT_LAUNCHES, ids=str)
-def test_a_split_row_does_not_depend_on_its_batch_and_repeats(tile):
-    """Exact, padding included; catches a race, also between programs of one multiprocessor."""
-    case = make_case([900, 2000, 64, 5000], [4, 4, 4, 4])
-    both = run(case, tile=tile, split=True)
-    for _ in range(20):
-        assert torch.equal(both, run(case, tile=tile, split=True))
-    alone = {**case, "rows": case["rows"][1:2], "prefix_lens": case["prefix_lens"][1:2]}
-    alone["q"] = case["q"][4:8]
-    alone["query_start_loc"] = case["query_start_loc"][:2]
-    assert torch.equal(both[4:8], run(alone, tile=tile, split=True, max_query_len=16))
-    case["rows"][0] = -1
-    padded = run(case, tile=tile, split=True)
-    assert padded[:4].isnan().all() and torch.equal(padded[4:], both[4:])
+    return call
 
 
 def test_prompt_chunks_take_it_unless_told_otherwise(monkeypatch):
     """Catches a table that leaves Hopper's prompt chunks to the general kernel; an override is the control."""
-    served = []
-    for name in ("_attend", "_attend_on_hopper"):
-
-        def count(*args, name=name, serve=getattr(op, name), **options):
-            served.append(name)
-            serve(*args, **options)
-
-        monkeypatch.setattr(op, name, count)
+    served: list[str] = []
+    for module, serve in ((op, op._attend), (hopper, hopper.hopper_prefill)):
+        monkeypatch.setattr(module, serve.__name__, counted(serve, served))
     case = make_case([900], [200])
     by_table, by_override = run(case, tile=None), run(case, tile=many_rows(256))
-    assert served == ["_attend_on_hopper", "_attend"]
+    assert served == ["hopper_prefill", "_attend"]
     assert torch.equal(by_table, run(case))
     torch.testing.assert_close(by_table, by_override, atol=2e-2, rtol=2e-2)
 

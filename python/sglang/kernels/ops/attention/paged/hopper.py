@@ -1,4 +1,4 @@
-"""Launch of the Hopper kernels; needs Triton's Gluon and compute capability 9.0."""
+"""Launch of the Hopper kernel; needs Triton's Gluon and compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sglang.kernels.ops.attention.paged.hopper_kernel import hopper_prefill_kernel
-from sglang.kernels.ops.attention.paged.hopper_split_kernel import hopper_split_kernel
-from sglang.kernels.ops.attention.paged.launch import HopperLaunch, SplitRule
+from sglang.kernels.ops.attention.paged.launch import HopperLaunch
 
 _PROMPT_TILE = 128  # two groups of 64 rows, as hopper_prefill_kernel has them
-_SPLIT_TILE = 64
-_REGISTERS_PER_THREAD = 256  # of a multiprocessor, among the 256 threads of one hopper_split_kernel
 
 
 def hopper_prefill(
@@ -57,57 +54,6 @@ def hopper_prefill(
         STAGES=launch.num_stages,
         IS_CAUSAL=is_causal,
         num_warps=4,
-    )
-
-
-def hopper_split(
-    q: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    partial: Tensor,
-    lse: Tensor,
-    *,
-    table: tuple[Tensor, Tensor, Tensor, Tensor],
-    max_query_len: int,
-    num_splits: int,
-    rule: SplitRule,
-    scale_log2: float,
-    is_causal: bool,
-    page_size: int,
-    launch: HopperLaunch,
-) -> None:
-    """The splits' own results into ``partial`` [rows, N, splits, d] bf16 and ``lse``; see ``hopper_prefill``."""
-    if partial.dtype != torch.bfloat16:
-        raise ValueError(f"the workspace holds {partial.dtype}, must be bfloat16")
-    descriptors = _pages(q, k_buffer, v_buffer, page_size, launch)
-    num_kv_heads, head_dim = k_buffer.shape[1:]
-    group = q.shape[1] // num_kv_heads
-    req_to_token, rows = table[:2]
-    tiles = -(-max_query_len * group // _SPLIT_TILE)
-    limit = None if launch.programs == 1 else _REGISTERS_PER_THREAD // launch.programs
-    hopper_split_kernel[(rows.shape[0] * num_kv_heads, tiles, num_splits)](
-        q,
-        *descriptors,
-        partial,
-        lse,
-        *table,
-        q.stride(0),
-        q.stride(1),
-        partial.stride(0),
-        partial.stride(1),
-        req_to_token.stride(0),
-        num_kv_heads,
-        scale_log2,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_N=launch.block_n,
-        STAGES=launch.num_stages,
-        MAX_SPLITS=rule.max_splits,
-        SPLIT_MIN=rule.min_tokens,
-        SPLIT_STEP=rule.step_tokens,
-        IS_CAUSAL=is_causal,
-        num_warps=4,
-        maxnreg=limit,
     )
 
 

@@ -21,14 +21,10 @@ class PagedLaunch:
 
 @dataclass(frozen=True)
 class HopperLaunch:
-    """Ring of a kernel that fetches with the copy engine: tokens of a block, blocks held at once.
-
-    ``programs`` share a multiprocessor's registers; prompt chunks take 1.
-    """
+    """Ring of the kernel that fetches with the copy engine: tokens of a block, blocks held at once."""
 
     block_n: int = 64
     num_stages: int = 2
-    programs: int = 1
 
 
 @dataclass(frozen=True)
@@ -70,8 +66,6 @@ SPLITS = SplitRule()
 SHORT_CHUNKS = ShortChunks()
 PROMPT_CHUNKS_ON_HOPPER: HopperLaunch | None = HopperLaunch()
 """Serves prompt chunks wherever it can; None leaves them to ``many_rows``."""
-SPLITS_ON_HOPPER: HopperLaunch | None = None
-"""Serves split contexts wherever it can; None leaves them to ``few_rows``."""
 
 
 def few_rows(head_dim: int, group_rows: int, *, amd: bool = False) -> PagedLaunch:

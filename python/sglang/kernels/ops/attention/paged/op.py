@@ -13,7 +13,6 @@ from sglang.kernels import triton_support
 from sglang.kernels.ops.attention.paged.launch import (
     PROMPT_CHUNKS_ON_HOPPER,
     SPLITS,
-    SPLITS_ON_HOPPER,
     HopperLaunch,
     PagedLaunch,
     SplitRule,
@@ -97,10 +96,10 @@ def _tile_for(
     group_rows  query rows of a decode or verify step that share a KV head; None for prompt chunks
     """
     head_dim = q.shape[-1]
-    launch = SPLITS_ON_HOPPER if is_split else PROMPT_CHUNKS_ON_HOPPER
+    launch = PROMPT_CHUNKS_ON_HOPPER
     if (
         launch is not None
-        and not has_window
+        and not (is_split or has_window)
         and page_size % launch.block_n == 0
         and head_dim in (128, 256)
         and q.dtype == k_buffer.dtype == v_buffer.dtype == torch.bfloat16
@@ -148,8 +147,8 @@ def paged_attention(
         page_size            positions k * page_size .. + page_size - 1 lie in consecutive slots
         prompt_chunks        with a workspace: the table's tile does not follow ``max_query_len``, which the
                              batch decides there; without one, it never does
-        tile                 overrides the launch table; a ``HopperLaunch`` without window, for bf16 rows,
-                             pool and workspace on compute capability 9.0
+        tile                 overrides the launch table; a ``HopperLaunch`` without window and workspace, for
+                             bf16 rows and pool on compute capability 9.0
     Returns: out [T, N, d] in q's dtype.
     Row t of request r sees positions 0 .. prefix_lens[r] + t (all of the request's if not causal), and
     with a window only those less than ``sliding_window`` away. Sums are fp32 in ascending position
@@ -202,44 +201,10 @@ def paged_attention(
             tile=tile,
         )
     else:
-        if sliding_window:
-            raise ValueError("the Hopper kernels take no sliding window")
-        _attend_on_hopper(
-            q,
-            k_buffer,
-            v_buffer,
-            out,
-            workspace,
-            table=table,
-            max_query_len=max_query_len,
-            scale_log2=scale_log2,
-            is_causal=is_causal,
-            page_size=page_size,
-            launch=tile,
-        )
-    if workspace is not None:
-        _combine(out, workspace, table, max_query_len)
-    return out
+        from sglang.kernels.ops.attention.paged.hopper import hopper_prefill
 
-
-def _attend_on_hopper(
-    q: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    out: Tensor,
-    workspace: SplitWorkspace | None,
-    *,
-    table: tuple[Tensor, Tensor, Tensor, Tensor],
-    max_query_len: int,
-    scale_log2: float,
-    is_causal: bool,
-    page_size: int,
-    launch: HopperLaunch,
-) -> None:
-    """Whole contexts into ``out``, or splits into the workspace."""
-    from sglang.kernels.ops.attention.paged.hopper import hopper_prefill, hopper_split
-
-    if workspace is None:
+        if sliding_window or workspace is not None:
+            raise ValueError("the Hopper kernel takes neither a sliding window nor a workspace")
         hopper_prefill(
             q,
             k_buffer,
@@ -250,24 +215,11 @@ def _attend_on_hopper(
             scale_log2=scale_log2,
             is_causal=is_causal,
             page_size=page_size,
-            launch=launch,
+            launch=tile,
         )
-        return
-    hopper_split(
-        q,
-        k_buffer,
-        v_buffer,
-        workspace.partial,
-        workspace.lse,
-        table=table,
-        max_query_len=max_query_len,
-        num_splits=workspace.num_splits,
-        rule=workspace.rule,
-        scale_log2=scale_log2,
-        is_causal=is_causal,
-        page_size=page_size,
-        launch=launch,
-    )
+    if workspace is not None:
+        _combine(out, workspace, table, max_query_len)
+    return out
 
 
 def _attend(
