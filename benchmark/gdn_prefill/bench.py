@@ -28,20 +28,14 @@ import torch
 import triton
 from torch import Tensor
 
-from sglang.kernels.ops.attention.fla import (
-    prefill_call,
-    prefill_kernels,
-    prefill_lean_call,
-    prefill_lean_kernels,
-)
+from sglang.kernels.ops.attention.fla import prefill_call, prefill_kernels
 from sglang.kernels.ops.attention.fla.fused_gdn_gating import fused_gdn_gating
 from sglang.kernels.ops.attention.fla.gdn_prefill import chunked_rule_torch, gdn_prefill
 from sglang.kernels.ops.attention.fla.prefill_launch import (
-    LEAN_HALF,
-    PRODUCTS_HALF,
     ChunkTile,
     PrefillTiles,
     StateTile,
+    prefill_tiles,
 )
 from sglang.kernels.ops.attention.fla.prefill_plan import (
     PrefillPlan,
@@ -56,12 +50,11 @@ BYTES_PER_US = 4.3e6  # an H200's measured streaming rate
 MODELS = {"35B": (16, 32), "27B": (16, 48)}
 HEAD_DIM, TOKENS, WIDTH, COPIES = 128, 8192, 4, 2
 SHAPES = {"1 x 8192": [TOKENS], "8 x 1024": [TOKENS // 8] * 8}
-FORMS = {"lean": LEAN_HALF, "products": PRODUCTS_HALF}
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One line. ``floor_us``: bytes that must move, at the streaming rate. ``same_bits``: as its form's first tile."""
+    """One line. ``floor_us``: bytes that must move, at the streaming rate. ``same_bits``: as the table's tiles."""
 
     model: str
     shape: str
@@ -92,42 +85,36 @@ class Layer:
         return HEAD_DIM**-0.5
 
 
-def chunk_tiles(form: str) -> Iterator[ChunkTile]:
+def table_tiles(layer: Layer) -> PrefillTiles:
+    return prefill_tiles(2, len(layer.lengths) * MODELS[layer.name][1])
+
+
+def chunk_tiles(base: ChunkTile) -> Iterator[ChunkTile]:
     """Most promising first: what a budget cuts off is the tail."""
-    base = FORMS[form].chunk
     yield base
-    if form == "lean":
-        for registers in (None, 128):
-            yield replace(base, max_registers=registers)
-        yield replace(base, heads=2, max_registers=None)
-        yield replace(base, block_d=64)
-        for size in (4, 8, 16):
-            yield replace(base, base=size)
-        yield replace(base, solve_precision="tf32", base=16)
-        yield replace(base, num_warps=8, max_registers=None)
-        yield replace(base, num_warps=8, max_registers=None, heads=2)
-        return
-    yield replace(base, block_d=64, max_registers=168)
+    for size in (2, 8):
+        yield replace(base, base=size)
+    for registers in (None, 128):
+        yield replace(base, max_registers=registers)
+    yield replace(base, heads=2, max_registers=None)
+    yield replace(base, block_d=64)
+    yield replace(base, solve_precision="tf32", base=16)
+    yield replace(base, num_warps=8, max_registers=None)
 
 
-def state_tiles(form: str) -> Iterator[StateTile]:
-    base = FORMS[form].state
+def state_tiles(base: StateTile) -> Iterator[StateTile]:
     yield base
-    if form == "lean":
-        for rows, warps, stages, copies in (
-            (64, 4, 2, True),
-            (64, 4, 3, False),
-            (128, 8, 3, True),
-            (64, 4, 2, False),
-            (128, 8, 2, True),
-            (32, 4, 3, True),
-            (64, 8, 3, True),
-            (32, 4, 3, False),
-        ):
-            yield StateTile(rows, warps, stages, None, copies)
-        return
-    for rows, warps, stages in ((32, 4, 3), (128, 8, 3), (64, 4, 3)):
-        yield StateTile(rows, warps, stages, None)
+    for rows, warps, stages, copies in (
+        (64, 4, 3, True),
+        (64, 4, 2, True),
+        (128, 8, 3, True),
+        (32, 4, 3, True),
+        (64, 4, 2, False),
+        (32, 4, 3, False),
+    ):
+        tile = StateTile(rows, warps, stages, None, copies)
+        if tile != base:
+            yield tile
 
 
 def conv_tiles() -> Iterator[ConvTile]:
@@ -189,8 +176,6 @@ def compile_all(calls: list[Callable[[], object]]) -> None:
         for module, name in (
             (prefill_kernels, "prefill_chunk_kernel"),
             (prefill_kernels, "prefill_state_kernel"),
-            (prefill_lean_kernels, "lean_chunk_kernel"),
-            (prefill_lean_kernels, "lean_state_kernel"),
             (conv_kernels, "conv_prefill_kernel"),
             (conv_kernels, "conv_window_kernel"),
         ):
@@ -251,14 +236,8 @@ def check(
 
 
 def chunk_calls(layer: Layer, tiles: PrefillTiles) -> list[Callable[[], object]]:
-    x, plan, scale = layer.copies[0], layer.plan, layer.scale
-    if tiles.lean:
-        lean = prefill_lean_call.LeanScratch.allocate(x, plan)
-        return [
-            lambda x=x: prefill_lean_call.run_lean_chunks(x, plan, lean, tiles, scale)
-            for x in layer.copies
-        ]
-    scratch = prefill_call.PrefillScratch.allocate(x, plan)
+    plan, scale = layer.plan, layer.scale
+    scratch = prefill_call.PrefillScratch.allocate(layer.copies[0], plan)
     return [
         lambda x=x: prefill_call.run_chunks(x, plan, scratch, tiles, scale) for x in layer.copies
     ]
@@ -269,39 +248,26 @@ def state_calls(layer: Layer, tiles: PrefillTiles) -> list[Callable[[], object]]
     out, pool = torch.empty_like(layer.want), layer.pool.clone()
     calls: list[Callable[[], object]] = []
     for x in layer.copies:
-        if tiles.lean:
-            lean = prefill_lean_call.LeanScratch.allocate(x, plan)
-            prefill_lean_call.run_lean_chunks(x, plan, lean, tiles, layer.scale)
-            calls.append(
-                lambda x=x, lean=lean: prefill_lean_call.run_lean_states(
-                    x, plan, lean, tiles, pool, slots, None, out
-                )
+        scratch = prefill_call.PrefillScratch.allocate(x, plan)
+        prefill_call.run_chunks(x, plan, scratch, tiles, layer.scale)
+        calls.append(
+            lambda x=x, scratch=scratch: prefill_call.run_states(
+                x, plan, scratch, tiles, pool, slots, None, out
             )
-        else:
-            scratch = prefill_call.PrefillScratch.allocate(x, plan)
-            prefill_call.run_chunks(x, plan, scratch, tiles, layer.scale)
-            calls.append(
-                lambda x=x, scratch=scratch: prefill_call.run_states(
-                    x, plan, scratch, tiles, pool, slots, None, out
-                )
-            )
+        )
     return calls
 
 
-def floors(layer: Layer, *, lean: bool) -> dict[str, float]:
+def floors(layer: Layer) -> dict[str, float]:
     """Bytes in and out of each kernel, scratch included, at the streaming rate."""
     heads, value_heads = MODELS[layer.name]
     rows = TOKENS * HEAD_DIM * 2
     q_k, v = 2 * heads * rows, value_heads * rows
-    squares = value_heads * TOKENS * 64 * 2
+    squares = 2 * value_heads * TOKENS * 64 * 2
     states = 2 * layer.want_state.numel() * 4
-    if lean:
-        parts = {"chunk": q_k + 2 * squares, "state": q_k + 2 * squares + 2 * v + states}
-    else:
-        scratch = value_heads * rows * 2 + squares
-        parts = {"chunk": q_k + v + scratch, "state": q_k + v + scratch + states}
     whole = q_k + 2 * v + states
-    return {name: size / BYTES_PER_US for name, size in (parts | {"whole": whole}).items()}
+    sizes = {"chunk": q_k + squares, "state": whole + squares, "whole": whole}
+    return {name: size / BYTES_PER_US for name, size in sizes.items()}
 
 
 def whole_calls(layer: Layer, tiles: PrefillTiles) -> list[Callable[[], object]]:
@@ -312,27 +278,27 @@ def whole_calls(layer: Layer, tiles: PrefillTiles) -> list[Callable[[], object]]
     ]
 
 
-def bench_form(layer: Layer, form: str, stop: float) -> Iterator[Timing]:
-    """The form's first tiles, every candidate of either kernel, and the best of both together."""
-    base, floor = FORMS[form], floors(layer, lean=FORMS[form].lean)
+def bench_prefill(layer: Layer, stop: float) -> Iterator[Timing]:
+    """The table's tiles, every candidate of either kernel, and the best of both together."""
+    base, floor = table_tiles(layer), floors(layer)
 
     def line(what: str, tile: Any, us: float, kind: str, error: float, same: bool | None) -> Timing:
-        return Timing(
-            layer.name, layer.shape, f"{form} {what}", asdict(tile), us, floor[kind], error, same
-        )
+        return Timing(layer.name, layer.shape, what, asdict(tile), us, floor[kind], error, same)
 
     error, _ = check(layer, base)
     first = run_once(layer, base)
-    yield line(
-        "prefill, first tiles", base, graph_us(whole_calls(layer, base)), "whole", error, None
-    )
+    us = graph_us(whole_calls(layer, base))
+    yield line("prefill, table's tiles", base, us, "whole", error, None)
     best: dict[str, tuple[float, Any]] = {}
-    groups = (("state", state_tiles(form), state_calls), ("chunk", chunk_tiles(form), chunk_calls))
+    groups = (
+        ("state", state_tiles(base.state), state_calls),
+        ("chunk", chunk_tiles(base.chunk), chunk_calls),
+    )
     for kind, candidates, calls in groups:
         for tile in candidates:
             tiles = replace(base, **{kind: tile})
             if time.monotonic() > stop:
-                print(f"{layer.name} {layer.shape} {form} {kind}: out of time", flush=True)
+                print(f"{layer.name} {layer.shape} {kind}: out of time", flush=True)
                 break
             try:
                 error, same = check(layer, tiles, first)
@@ -340,8 +306,7 @@ def bench_form(layer: Layer, form: str, stop: float) -> Iterator[Timing]:
             except (
                 Exception
             ) as problem:  # a candidate that does not fit or not compute is a finding
-                where = f"{layer.name} {layer.shape} {form} {kind}"
-                print(f"{where} {tile}: {str(problem)[:200]}", flush=True)
+                print(f"{layer.name} {layer.shape} {kind} {tile}: {str(problem)[:200]}", flush=True)
                 continue
             best[kind] = min(best.get(kind, (us, tile)), (us, tile), key=lambda pair: pair[0])
             yield line(kind, tile, us, kind, error, same)
@@ -352,15 +317,10 @@ def bench_form(layer: Layer, form: str, stop: float) -> Iterator[Timing]:
         yield line("prefill, best tiles", tiles, us, "whole", error, same)
 
 
-def bench_layer(layer: Layer, begin: float, stop: float, *, peer: bool) -> Iterator[Timing]:
-    share = (stop - begin) / len(FORMS)
-    for number, form in enumerate(FORMS, start=1):
-        try:
-            yield from bench_form(layer, form, begin + number * share)
-        except Exception as problem:  # one form's first tiles must not hide the other's figures
-            print(f"{layer.name} {layer.shape} {form}: {str(problem)[:300]}", flush=True)
+def bench_layer(layer: Layer, stop: float, *, peer: bool) -> Iterator[Timing]:
+    yield from bench_prefill(layer, stop)
     if peer and (us := peer_us(layer)) is not None:
-        floor = floors(layer, lean=True)["whole"]
+        floor = floors(layer)["whole"]
         yield Timing(layer.name, layer.shape, "peer: fla-core", None, us, floor, 0.0)
 
 
@@ -458,12 +418,12 @@ def report(timing: Timing) -> None:
 
 def all_launches(layer: Layer) -> list[Callable[[], object]]:
     made: list[Callable[[], object]] = []
-    for form, base in FORMS.items():
-        for chunk in chunk_tiles(form):
-            made += chunk_calls(layer, replace(base, chunk=chunk))[:1]
-        for state in state_tiles(form):
-            tiles = replace(base, state=state)
-            made.append(lambda tiles=tiles: state_calls(layer, tiles)[0]())
+    base = table_tiles(layer)
+    for chunk in chunk_tiles(base.chunk):
+        made += chunk_calls(layer, replace(base, chunk=chunk))[:1]
+    for state in state_tiles(base.state):
+        tiles = replace(base, state=state)
+        made.append(lambda tiles=tiles: state_calls(layer, tiles)[0]())
     inputs = conv_inputs(layer.name, layer.shape)
     for tile in dict.fromkeys(conv_tiles()):
         made += conv_calls(inputs, tile)[:1]
@@ -500,7 +460,7 @@ def main() -> None:
         if number % len(SHAPES) == 0:
             compile_all(all_launches(layer))
             print(f"{model}: compiled after {time.monotonic() - begin:.0f} s", flush=True)
-        take(bench_layer(layer, time.monotonic(), stop, peer=options.peer))
+        take(bench_layer(layer, stop, peer=options.peer))
         take(bench_conv(model, shape, stop))
         del layer
         torch.cuda.empty_cache()

@@ -108,7 +108,8 @@ class WatchedKernel:
     def _inputs(self, args: tuple[object, ...]) -> list[int]:
         """What is not scratch yet to be written, whose contents are poison."""
         names = self._kernel.arg_names[: len(args)]
-        scratch = {"out"} if "pool" in names else {"w", "u", "attn", "q_coef", "k_coef", "decay"}
+        made = {"solved", "attn", "q_coef", "k_coef", "s_coef", "decay"}
+        scratch = {"out"} if "pool" in names else made
         return [i for i, name in enumerate(names) if name not in scratch]
 
 

@@ -12,11 +12,7 @@ import torch
 
 from sglang.kernels import triton_support
 from sglang.kernels.ops.attention.fla.gdn_prefill import chunked_rule_torch, gdn_prefill
-from sglang.kernels.ops.attention.fla.prefill_launch import (
-    LEAN_HALF,
-    PRODUCTS_HALF,
-    PrefillTiles,
-)
+from sglang.kernels.ops.attention.fla.prefill_launch import FEW_HALF, MANY_HALF, PrefillTiles
 from sglang.kernels.ops.attention.fla.prefill_plan import (
     PrefillPlan,
     PrefillTokens,
@@ -34,9 +30,9 @@ CUTS = [-1, 63, -1, 17, 128, 70]
 SLOTS, DESTS, NUM_SLOTS = [3, 9, -1, 5, 0, 7], [-1, 1, -1, 2, 4, 6], 11
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 3e-3}
 NAN = float("nan")
-POINTERS = replace(LEAN_HALF, state=replace(LEAN_HALF.state, copy_engine=False, num_stages=2))
-WIDE = replace(LEAN_HALF, state=replace(LEAN_HALF.state, block_v=128, num_warps=8))
-FORMS = {"products": PRODUCTS_HALF, "lean": LEAN_HALF}
+POINTERS = replace(MANY_HALF, state=replace(MANY_HALF.state, copy_engine=False))
+WIDE = replace(FEW_HALF, state=replace(FEW_HALF.state, block_v=128, num_warps=8))
+OTHER_INVERSE = replace(FEW_HALF, chunk=replace(FEW_HALF.chunk, base=2))
 
 
 @dataclass
@@ -72,7 +68,6 @@ def make_case(
     heads: tuple[int, int, int],
     dtype: torch.dtype,
     state: torch.dtype = torch.float32,
-    form: str | None = None,
 ) -> Case:
     h, hv, dim = heads
     generator = torch.Generator().manual_seed(3)
@@ -95,7 +90,6 @@ def make_case(
         (draw(hv) * 0.5).to(DEVICE),
         (draw(hv) * 0.5).to(DEVICE),
         pool.to(DEVICE, state),
-        None if form is None else FORMS[form],
     )
 
 
@@ -145,14 +139,12 @@ def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "form"), [(DTYPES[0], None), (DTYPES[1], "products"), (DTYPES[1], "lean")], ids=str
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", GEOMETRIES, ids=str)
-def test_agrees_with_the_recurrence(heads, dtype, form):
+def test_agrees_with_the_recurrence(heads, dtype):
     """A chunk bound off by one, a wrong decay, a lost start state, a head group mixed up, a boundary state of
     other rows, a write outside the destinations, a read outside the prompts (all NaN)."""
-    case, bound = make_case(heads, dtype, form=form), BOUND[dtype]
+    case, bound = make_case(heads, dtype), BOUND[dtype]
     out, pool = run(case)
     untouched = [i for i in range(NUM_SLOTS) if i not in SLOTS + DESTS]
     assert untouched and same_bits(pool[untouched], case.pool[untouched])
@@ -184,11 +176,10 @@ def test_agrees_with_the_portable_form_and_is_not_blind():
         assert gap(out, other) > 3e-4
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("heads", GEOMETRIES if ON_GPU else GEOMETRIES[1:], ids=str)
-def test_bits_do_not_depend_on_the_batch(heads, form):
+def test_bits_do_not_depend_on_the_batch(heads):
     """A tile chosen by the batch, a sum over a neighbour's rows (its NaN would show)."""
-    case = make_case(heads, DTYPES[1], form=form)
+    case = make_case(heads, DTYPES[1])
     out, pool = run(case)
     for i in (3, 5) if ON_GPU else (3,):
         alone, own = run_alone(case, i, CUTS[i])
@@ -205,10 +196,9 @@ def test_bits_do_not_depend_on_the_batch(heads, form):
     assert not same_bits(run(changed)[0], out)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_bits_up_to_the_boundary_do_not_depend_on_it(form):
+def test_bits_up_to_the_boundary_do_not_depend_on_it():
     """A cut that changes rows before it, or a boundary state unlike that of a prompt that ends there."""
-    case = make_case(GEOMETRIES[-1], DTYPES[1], form=form)
+    case = make_case(GEOMETRIES[-1], DTYPES[1])
     out, pool = run(case)
     plain, states = run(case, None)
     for i, cut in enumerate(CUTS):
@@ -228,10 +218,9 @@ def test_bits_up_to_the_boundary_do_not_depend_on_it(form):
     assert not same_bits(out[case.span(5)], plain[case.span(5)])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_narrow_states_and_repeats(form):
+def test_narrow_states_and_repeats():
     """A state narrowed before its last row; a race (every run of one input must give the same bits)."""
-    case = make_case(GEOMETRIES[0 if ON_GPU else -1], DTYPES[1], DTYPES[1], form)
+    case = make_case(GEOMETRIES[0 if ON_GPU else -1], DTYPES[1], DTYPES[1])
     wide = replace(case, pool=case.pool.float())
     out, pool = run(case)
     exact_out, exact = run(wide)
@@ -244,9 +233,9 @@ def test_narrow_states_and_repeats(form):
 
 def test_bits_do_not_depend_on_the_tile_of_the_state():
     """Copies from elsewhere or used before they are there; rows that cannot be copied; sums cut by the tile."""
-    case = make_case(GEOMETRIES[0 if ON_GPU else -1], DTYPES[1], form="lean")
+    case = make_case(GEOMETRIES[0 if ON_GPU else -1], DTYPES[1])
     out, pool = run(case)
-    for tiles in (POINTERS, WIDE):
+    for tiles in (FEW_HALF, MANY_HALF, POINTERS, WIDE):
         again, states = run(replace(case, tiles=tiles))
         assert same_bits(again, out) and same_bits(states, pool)
     shifted = torch.full((case.mixed.shape[0], case.mixed.shape[1] + 1), NAN).to(case.mixed)
@@ -254,13 +243,12 @@ def test_bits_do_not_depend_on_the_tile_of_the_state():
     odd = replace(case, mixed=shifted[:, 1:])
     again, states = run(odd)
     assert same_bits(again, out) and same_bits(states, pool)
-    assert not same_bits(run(replace(case, tiles=FORMS["products"]))[0], out)
+    assert not same_bits(run(replace(case, tiles=OTHER_INVERSE))[0], out)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_keys_that_nearly_repeat(form):
+def test_keys_that_nearly_repeat():
     """An inverse that loses its digits where the matrix is far from one: all keys alike, no decay, beta near 1."""
-    case = make_case(GEOMETRIES[-1], DTYPES[1], form=form)
+    case = make_case(GEOMETRIES[-1], DTYPES[1])
     h, hv, dim = case.heads
     columns = slice(h * dim, 2 * h * dim)
     rows = case.mixed[1:-1, columns]

@@ -9,7 +9,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kernel_cases import run_cases
 
-register_cpu_ci(est_time=90, suite="kernels")
+register_cpu_ci(est_time=150, suite="kernels")
 register_cuda_ci(est_time=60, stage="base-b", runner_config="1-gpu-large")
 
 HEADS = [(16, 32, 128), (16, 48, 128), (2, 4, 64)]
@@ -25,85 +25,31 @@ def test_kernels_agree_with_the_reference_on_the_gpu():
     run_cases(__file__, "gdn_prefill_cases.py", TRITON_INTERPRET="0")
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp32"])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_prefill_compiles_for_hopper(heads, kind):
-    """A tile that does not fit the chip, or 16-bit products that miss the tensor cores' asynchronous path."""
-    pytest.importorskip("triton", reason="Triton is not installed")
+def compiled_prefill(target, kind: str, heads: tuple[int, int, int], tiles):
+    """Texts of the chunk kernel and of the state kernel."""
     from sglang.kernels.ops.attention.fla import prefill_kernels
-    from sglang.kernels.ops.attention.fla.prefill_launch import PRODUCTS_HALF, prefill_tiles
-    from sglang.test.compile_kernels import compile_for_hopper
+    from sglang.test.compile_kernels import compile_kernel
 
-    tiles = prefill_tiles(4) if kind == "fp32" else PRODUCTS_HALF
-    shape = {
-        "HV": heads[1],
-        "GROUP": heads[1] // heads[0],
-        "K": heads[2],
-        "V": heads[2],
-        "C": 64,
-        "DOT": tiles.dot_precision,
-    }
-    coefficients = dict.fromkeys(("a_log", "dt_bias", "q_coef", "k_coef", "decay"), "*fp32")
-    rows = dict.fromkeys(("q", "k", "v", "a", "b", "w", "u", "attn", "out"), f"*{kind}")
-    tables = dict.fromkeys(("chunks", "requests", "slots"), "*i32") | {"dests": "*i64"}
-    pointers = rows | coefficients | tables | {"pool": "*fp32", "scale": "fp32"}
-    chunk, state = tiles.chunk, tiles.state
-    texts = [
-        compile_for_hopper(
-            prefill_kernels.prefill_chunk_kernel,
-            pointers=pointers,
-            constants=shape
-            | {"HEADS": chunk.heads, "BASE": chunk.base, "SOLVE": chunk.solve_precision}
-            | {"BLOCK_D": min(chunk.block_d, heads[2])},
-            num_warps=chunk.num_warps,
-            num_stages=chunk.num_stages,
-        ),
-        compile_for_hopper(
-            prefill_kernels.prefill_state_kernel,
-            pointers=pointers,
-            constants=shape | {"BV": min(state.block_v, heads[2]), "HAS_DESTS": True},
-            num_warps=state.num_warps,
-            num_stages=state.num_stages,
-        ),
-    ]
-    if kind == "bf16":
-        assert "wgmma.mma_async" in texts[0] and ".bf16.bf16" in texts[0]
-        assert ".bf16.bf16" in texts[1] and "cp.async" in texts[1]
-
-
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_lean_prefill_compiles_for_hopper(heads):
-    """As above; 32-bit products in the inverse, whole chunks fetched word by word."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from sglang.kernels.ops.attention.fla import prefill_lean_kernels
-    from sglang.kernels.ops.attention.fla.prefill_launch import LEAN_HALF
-    from sglang.test.compile_kernels import compile_for_hopper
-
-    chunk, state, dim = LEAN_HALF.chunk, LEAN_HALF.state, heads[2]
+    chunk, state, dim = tiles.chunk, tiles.state, heads[2]
     block_v = min(state.block_v, dim)
-    width = (2 * heads[0] + heads[1]) * dim
     shape = {"HV": heads[1], "GROUP": heads[1] // heads[0], "K": dim, "C": 64}
-    shape["DOT"] = LEAN_HALF.dot_precision
+    shape["DOT"] = tiles.dot_precision
     for name in ("q", "k", "v"):
-        shape |= {f"stride_{name}_token": width, f"stride_{name}_head": dim}
+        shape |= {f"stride_{name}_token": (2 * heads[0] + heads[1]) * dim}
+        shape |= {f"stride_{name}_head": dim}
     vectors = dict.fromkeys(
         ("a_log", "dt_bias", "q_coef", "k_coef", "s_coef", "decay", "pool"), "*fp32"
     )
-    rows = dict.fromkeys(("q", "k", "v", "a", "b", "solved", "attn", "out"), "*bf16")
+    rows = dict.fromkeys(("q", "k", "v", "a", "b", "solved", "attn", "out"), f"*{kind}")
     tables = dict.fromkeys(("chunks", "requests", "slots"), "*i32") | {"dests": "*i64"}
-    fetched = {
-        "q_rows": f"tensordesc<bf16[64,{dim}]>",
-        "k_rows": f"tensordesc<bf16[64,{dim}]>",
-        "v_rows": f"tensordesc<bf16[64,{block_v}]>",
-        "out_rows": f"tensordesc<bf16[64,{block_v}]>",
-        "solved_rows": "tensordesc<bf16[64,64]>",
-        "attn_rows": "tensordesc<bf16[64,64]>",
-    }
-    pointers = rows | vectors | tables | fetched | {"scale": "fp32"}
+    columns = {"q": dim, "k": dim, "v": block_v, "solved": 64, "attn": 64, "out": block_v}
+    fetched = {f"{name}_rows": f"tensordesc<{kind}[64,{size}]>" for name, size in columns.items()}
+    pointers = rows | vectors | tables | {"scale": "fp32"}
     solve = {"HEADS": chunk.heads, "BASE": chunk.base, "SOLVE": chunk.solve_precision}
-    names = prefill_lean_kernels.lean_chunk_kernel.arg_names
-    inverse = compile_for_hopper(
-        prefill_lean_kernels.lean_chunk_kernel,
+    names = prefill_kernels.prefill_chunk_kernel.arg_names
+    inverse = compile_kernel(
+        prefill_kernels.prefill_chunk_kernel,
+        target=target,
         pointers=pointers,
         constants={name: shape[name] for name in names if name in shape}
         | solve
@@ -111,18 +57,58 @@ def test_lean_prefill_compiles_for_hopper(heads):
         num_warps=chunk.num_warps,
         num_stages=chunk.num_stages,
     )
-    walk = compile_for_hopper(
-        prefill_lean_kernels.lean_state_kernel,
-        pointers=pointers,
+    walk = compile_kernel(
+        prefill_kernels.prefill_state_kernel,
+        target=target,
+        pointers=pointers | (fetched if state.copy_engine else {}),
         constants=shape
         | {"V": dim, "BV": block_v, "STAGES": state.num_stages}
-        | {"HAS_DESTS": True, "COPY_ENGINE": True},
+        | {"HAS_DESTS": True, "COPY_ENGINE": state.copy_engine}
+        | ({} if state.copy_engine else dict.fromkeys(fetched)),
         num_warps=state.num_warps,
         num_stages=state.num_stages,
     )
+    return inverse, walk
+
+
+@pytest.mark.parametrize("name", ["FEW_HALF", "MANY_HALF"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_prefill_compiles_for_hopper(heads, name):
+    """A tile that does not fit the chip, products that miss the tensor cores' asynchronous path, 32-bit products
+    in the inverse, whole chunks fetched word by word."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.attention.fla import prefill_launch
+    from sglang.test.compile_kernels import HOPPER
+
+    tiles = {"FEW_HALF": prefill_launch.FEW_HALF, "MANY_HALF": prefill_launch.MANY_HALF}[name]
+    inverse, walk = (asm["ptx"] for asm in compiled_prefill(HOPPER, "bf16", heads, tiles))
     assert "wgmma.mma_async" in inverse and ".f16.f16" in inverse and ".tf32" not in inverse
     assert "wgmma.mma_async" in walk and ".bf16.bf16" in walk
     assert walk.count("cp.async.bulk.tensor") >= 5
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_prefill_in_fp32_compiles_for_hopper(heads):
+    """A tile that does not fit the chip."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.attention.fla.prefill_launch import SINGLE
+    from sglang.test.compile_kernels import HOPPER
+
+    for asm in compiled_prefill(HOPPER, "fp32", heads, SINGLE):
+        assert ".tf32" in asm["ptx"] and ".bf16" not in asm["ptx"]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_prefill_compiles_for_amd(kind):
+    """More shared memory than 64 KB, a precision or a copy that only NVIDIA has."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.attention.fla.prefill_launch import AMD_HALF, AMD_SINGLE
+    from sglang.test.compile_kernels import AMD
+
+    tiles = AMD_HALF if kind == "bf16" else AMD_SINGLE
+    for target in AMD:
+        for asm in compiled_prefill(target, kind, HEADS[0], tiles):
+            assert "v_mfma_f32" in asm["amdgcn"]
 
 
 def test_convolution_compiles_for_hopper():

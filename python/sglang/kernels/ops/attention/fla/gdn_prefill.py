@@ -17,7 +17,7 @@ from sglang.kernels.ops.attention.fla.prefill_launch import PrefillTiles, prefil
 from sglang.kernels.ops.attention.fla.prefill_plan import PrefillPlan, PrefillTokens
 
 if triton_support.AVAILABLE:
-    from sglang.kernels.ops.attention.fla import prefill_call, prefill_lean_call
+    from sglang.kernels.ops.attention.fla import prefill_call
 
 _MIN_HEAD_DIM = 16
 
@@ -152,12 +152,8 @@ def gdn_prefill(
         return _prefill_torch(x, pool, slots, plan, scale, track_dests)
     out = torch.empty(x.v.shape, dtype=x.q.dtype, device=x.q.device)
     if plan.num_rows:
-        tiles = tiles or prefill_tiles(x.q.element_size())
-        if tiles.lean:
-            lean = prefill_lean_call.LeanScratch.allocate(x, plan)
-            prefill_lean_call.run_lean_chunks(x, plan, lean, tiles, scale)
-            prefill_lean_call.run_lean_states(x, plan, lean, tiles, pool, slots, track_dests, out)
-            return out
+        walks = len(plan.lengths) * x.v.shape[1]
+        tiles = tiles or prefill_tiles(x.q.element_size(), walks)
         scratch = prefill_call.PrefillScratch.allocate(x, plan)
         prefill_call.run_chunks(x, plan, scratch, tiles, scale)
         prefill_call.run_states(x, plan, scratch, tiles, pool, slots, track_dests, out)

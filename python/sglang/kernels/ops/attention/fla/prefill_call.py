@@ -5,71 +5,77 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sglang.kernels.ops.attention.fla import prefill_kernels
 from sglang.kernels.ops.attention.fla.chunk_delta_h import CHUNK_SIZE
 from sglang.kernels.ops.attention.fla.prefill_launch import PrefillTiles, launch_options
 from sglang.kernels.ops.attention.fla.prefill_plan import PrefillPlan, PrefillTokens
 
+_COPY_ALIGNMENT = 16
+
 
 @dataclass(frozen=True)
 class PrefillScratch:
-    """What the chunk kernel leaves for the state kernel: a block per chunk and value head, so that only the
-    prompts' own rows need masks. Names and shapes are those of `prefill_chunk_kernel`."""
+    """What the chunk kernel leaves for the state kernel; names and shapes are those of `prefill_chunk_kernel`."""
 
-    w: torch.Tensor
-    u: torch.Tensor
+    solved: torch.Tensor
     attn: torch.Tensor
     q_coef: torch.Tensor
     k_coef: torch.Tensor
+    s_coef: torch.Tensor
     decay: torch.Tensor
 
     @staticmethod
     def allocate(x: PrefillTokens, plan: PrefillPlan) -> PrefillScratch:
-        value_heads, dim_v = x.v.shape[1:]
-        blocks = (plan.chunks.shape[0], value_heads)
-        coef = torch.empty(2, *blocks, CHUNK_SIZE, dtype=torch.float32, device=x.q.device)
+        blocks = (plan.chunks.shape[0], x.v.shape[1])
+        squares = x.q.new_empty(2, *blocks, CHUNK_SIZE, CHUNK_SIZE)
+        coef = torch.empty(3, *blocks, CHUNK_SIZE, dtype=torch.float32, device=x.q.device)
         return PrefillScratch(
-            w=x.q.new_empty(*blocks, CHUNK_SIZE, x.q.shape[2]),
-            u=x.q.new_empty(*blocks, dim_v, CHUNK_SIZE),
-            attn=x.q.new_empty(*blocks, CHUNK_SIZE, CHUNK_SIZE),
+            solved=squares[0],
+            attn=squares[1],
             q_coef=coef[0],
             k_coef=coef[1],
+            s_coef=coef[2],
             decay=torch.empty(blocks, dtype=torch.float32, device=x.q.device),
         )
 
 
-def _shape(x: PrefillTokens, tiles: PrefillTiles) -> dict[str, int | str]:
-    value_heads, dim_v = x.v.shape[1:]
-    return {
-        "HV": value_heads,
-        "GROUP": value_heads // x.q.shape[1],
-        "K": x.q.shape[2],
-        "V": dim_v,
-        "C": CHUNK_SIZE,
-        "DOT": tiles.dot_precision,
-    }
+def _copies(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine takes the rows of `tensor` [T, H, D] as they lie."""
+    size = tensor.element_size()
+    pitches = (tensor.data_ptr(), tensor.stride(0) * size, tensor.stride(1) * size)
+    return all(pitch % _COPY_ALIGNMENT == 0 for pitch in pitches)
+
+
+def _rows(tensor: torch.Tensor, columns: int) -> TensorDescriptor:
+    """Loads of [CHUNK_SIZE, columns] from rows [T, H, D], a head beginning H strides to the right."""
+    width = (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
+    shape, strides = [tensor.shape[0], width], [tensor.stride(0), 1]
+    return TensorDescriptor(tensor, shape, strides, [CHUNK_SIZE, columns])
+
+
+def _squares(tensor: torch.Tensor) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor.view(-1, CHUNK_SIZE), [CHUNK_SIZE, CHUNK_SIZE])
 
 
 def run_chunks(
     x: PrefillTokens, plan: PrefillPlan, scratch: PrefillScratch, tiles: PrefillTiles, scale: float
 ) -> None:
     """Fill the scratch."""
-    tile = tiles.chunk
-    grid = (plan.chunks.shape[0], x.v.shape[1] // tile.heads)
-    prefill_kernels.prefill_chunk_kernel[grid](
+    tile, value_heads = tiles.chunk, x.v.shape[1]
+    prefill_kernels.prefill_chunk_kernel[(value_heads // tile.heads, plan.chunks.shape[0])](
         x.q,
         x.k,
-        x.v,
         x.a,
         x.b,
         x.A_log,
         x.dt_bias,
-        scratch.w,
-        scratch.u,
+        scratch.solved,
         scratch.attn,
         scratch.q_coef,
         scratch.k_coef,
+        scratch.s_coef,
         scratch.decay,
         plan.chunks,
         scale,
@@ -77,12 +83,15 @@ def run_chunks(
         x.b.stride(0),
         *x.q.stride()[:2],
         *x.k.stride()[:2],
-        *x.v.stride()[:2],
-        **_shape(x, tiles),
+        HV=value_heads,
+        GROUP=value_heads // x.q.shape[1],
+        K=x.q.shape[2],
+        C=CHUNK_SIZE,
         HEADS=tile.heads,
         BASE=tile.base,
         SOLVE=tile.solve_precision,
-        BLOCK_D=min(tile.block_d, x.q.shape[2], x.v.shape[2]),
+        BLOCK_D=min(tile.block_d, x.q.shape[2]),
+        DOT=tiles.dot_precision,
         **launch_options(tile),
     )
 
@@ -98,18 +107,26 @@ def run_states(
     out: torch.Tensor,
 ) -> None:
     """Walk every prompt: `out` [T, HV, V], boundary states and last states in `pool`."""
-    tile, dim_v = tiles.state, x.v.shape[2]
-    block_v = min(tile.block_v, dim_v)
-    grid = (dim_v // block_v, x.v.shape[1], len(plan.lengths))
+    tile, (value_heads, dim_v) = tiles.state, x.v.shape[1:]
+    block_v, dim_k = min(tile.block_v, dim_v), x.q.shape[2]
+    copies = tile.copy_engine and torch.version.hip is None
+    copies = copies and all(_copies(t) for t in (x.q, x.k, x.v))
+    moved = (None,) * 6
+    if copies:
+        own = (_rows(x.q, dim_k), _rows(x.k, dim_k), _rows(x.v, block_v))
+        moved = (*own, _squares(scratch.solved), _squares(scratch.attn), _rows(out, block_v))
+    grid = (dim_v // block_v, value_heads, len(plan.lengths))
     prefill_kernels.prefill_state_kernel[grid](
         x.q,
         x.k,
-        scratch.w,
-        scratch.u,
+        x.v,
+        scratch.solved,
         scratch.attn,
         scratch.q_coef,
         scratch.k_coef,
+        scratch.s_coef,
         scratch.decay,
+        *moved,
         out,
         pool,
         slots,
@@ -119,8 +136,16 @@ def run_states(
         pool.stride(0),
         *x.q.stride()[:2],
         *x.k.stride()[:2],
-        **_shape(x, tiles),
+        *x.v.stride()[:2],
+        HV=value_heads,
+        GROUP=value_heads // x.q.shape[1],
+        K=dim_k,
+        V=dim_v,
+        C=CHUNK_SIZE,
         BV=block_v,
+        STAGES=tile.num_stages,
         HAS_DESTS=track_dests is not None,
+        COPY_ENGINE=copies,
+        DOT=tiles.dot_precision,
         **launch_options(tile),
     )

@@ -4,12 +4,15 @@ Per chunk of C rows, with normalised k and q, log decays summed within the chunk
 [V, K] before it:
 
     A[i, j] = beta_i exp(G_i - G_j) k_i.k_j for j < i,        T = (I + A)^-1
-    N = T (beta v) - T (beta exp(G) k) S^T                     what each row adds
+    X = T diag(beta)                                           the only solved matrix, [C, C]
+    N = X (v - diag(exp(G)) k S^T)                             what each row adds
     o_i = exp(G_i) S q_i + sum over j <= i of exp(G_i - G_j) q_i.k_j N_j
     S' = exp(G_last) S + sum over j of exp(G_last - G_j) N_j k_j^T
 
 `prefill_chunk_kernel` does all that needs no state; `prefill_state_kernel` walks a request's chunks. Rows of
-q and k enter the products as they are; their norms are factors of rows and columns of the results.
+q and k enter the products as they are; their norms are factors of rows and columns of the results. All entries
+of I + A, of T and of the products that make T are at most 1 (a chain of contractions between unit keys), so
+that 16-bit floats carry them with tf32's mantissa.
 """
 
 from __future__ import annotations
@@ -17,45 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def diagonal_inverse(a, C: tl.constexpr, BASE: tl.constexpr):
-    """Inverse of I + the diagonal blocks of a [C, C], column after column; exact zeros outside the blocks."""
-    N: tl.constexpr = C // BASE
-    i = tl.arange(0, C)
-    same = (i // BASE)[:, None] == (i // BASE)[None, :]
-    blocks = tl.reshape(tl.where(same, a, 0.0), [N, BASE, N, BASE])
-    blocks = tl.sum(blocks, axis=2)
-    o_b = tl.arange(0, BASE)
-    row_of = o_b[None, :, None]
-    column_of = o_b[None, None, :]
-    # The product with zero keeps the layout of `blocks`, in which a warp holds a block of its own.
-    inverse = tl.where(row_of == column_of, 1.0, blocks * 0.0)
-    for r in range(BASE - 1):
-        column = tl.sum(tl.where(column_of == r, blocks, 0.0), axis=2)
-        row = tl.sum(tl.where(row_of == r, inverse, 0.0), axis=1)
-        inverse -= column[:, :, None] * row[:, None, :]
-    full = tl.broadcast_to(inverse[:, :, None, :], [N, BASE, N, BASE])
-    return tl.where(same, tl.reshape(full, [C, C]), 0.0)
-
-
-@triton.jit
-def _join_pairs(inverse, a, C: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverses of blocks of size HALF -> of twice that: [[P, 0], [-Q L P, Q]] from P, Q and a's L."""
-    block = tl.arange(0, C) // HALF
-    pair = (block[:, None] // 2 == block[None, :] // 2) & (block[:, None] != block[None, :])
-    moved = tl.dot(tl.where(pair, a, 0.0), inverse, input_precision=PRECISION)
-    return inverse - tl.dot(inverse, moved, input_precision=PRECISION)
-
-
-@triton.jit
-def unit_lower_inverse(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 of a strictly lower a [C, C]: row i depends on rows up to i alone, bit for bit."""
-    inverse = diagonal_inverse(a, C, BASE)
-    for level in tl.static_range(4):
-        if (BASE << level) < C:
-            inverse = _join_pairs(inverse, a, C, BASE << level, PRECISION)
-    return inverse
+from sglang.kernels.ops.attention.fla.prefill_inverse import lower_inverse
 
 
 @triton.jit
@@ -71,16 +36,15 @@ def row_gates(p_a, p_b, a_log, dt_bias, inside):
 def prefill_chunk_kernel(
     q,
     k,
-    v,
     a,
     b,
     a_log,
     dt_bias,
-    w,
-    u,
+    solved,
     attn,
     q_coef,
     k_coef,
+    s_coef,
     decay,
     chunks,
     scale,
@@ -90,12 +54,9 @@ def prefill_chunk_kernel(
     stride_q_head: tl.constexpr,
     stride_k_token: tl.constexpr,
     stride_k_head: tl.constexpr,
-    stride_v_token: tl.constexpr,
-    stride_v_head: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     C: tl.constexpr,
     HEADS: tl.constexpr,
     BASE: tl.constexpr,
@@ -103,20 +64,21 @@ def prefill_chunk_kernel(
     BLOCK_D: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """What a chunk needs no state for. Grid (chunks, HV / HEADS).
+    """What a chunk needs no state for. Grid (HV / HEADS, chunks).
 
-    Per chunk and value head: w [C, K] = T (beta exp(G) k) and u [V, C] = (T beta v)^T; attn [C, C] the scaled and
-    decayed q.k; q_coef, k_coef [C] fp32 the factors of a row's q and k; decay fp32 exp(G_last).
+    Per chunk and value head: solved [C, C] = T diag(beta); attn [C, C] the scaled and decayed q.k; q_coef,
+    k_coef, s_coef [C] fp32 the factors of a row's q against the state, of its k against the state, and of its k
+    on the way into the state; decay fp32 exp(G_last).
     """
-    i_c = tl.program_id(0)
-    first_head = tl.program_id(1) * HEADS
+    i_c = tl.program_id(1)
+    first_head = tl.program_id(0) * HEADS
     i_k = first_head // GROUP
     start = tl.load(chunks + i_c * 2).to(tl.int64)
     count = tl.load(chunks + i_c * 2 + 1)
     o_c = tl.arange(0, C)
     o_d = tl.arange(0, BLOCK_D)
     inside = o_c < count
-    element = w.dtype.element_ty
+    element = solved.dtype.element_ty
 
     p_k = k + start * stride_k_token + i_k * stride_k_head
     p_q = q + start * stride_q_token + i_k * stride_q_head
@@ -124,19 +86,17 @@ def prefill_chunk_kernel(
     q_tile = o_c[:, None] * stride_q_token + o_d[None, :]
     gram = tl.zeros([C, C], dtype=tl.float32)
     seen = tl.zeros([C, C], dtype=tl.float32)
-    norm_k = tl.zeros([C], dtype=tl.float32)
-    norm_q = tl.zeros([C], dtype=tl.float32)
-    for d in range(0, K, BLOCK_D):
+    self_q = tl.zeros([C, C], dtype=tl.float32)
+    for d in tl.static_range(0, K, BLOCK_D):
         b_k = tl.load(p_k + d + k_tile, mask=inside[:, None], other=0.0)
         b_q = tl.load(p_q + d + q_tile, mask=inside[:, None], other=0.0)
-        norm_k += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), axis=1)
-        norm_q += tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), axis=1)
         gram = tl.dot(b_k, tl.trans(b_k), acc=gram, input_precision=DOT)
         seen = tl.dot(b_q, tl.trans(b_k), acc=seen, input_precision=DOT)
-    norm_k = tl.rsqrt(norm_k + 1e-6)
-    norm_q = tl.rsqrt(norm_q + 1e-6) * scale
-    gram *= norm_k[:, None] * norm_k[None, :]
-    seen *= norm_q[:, None] * norm_k[None, :]
+        self_q = tl.dot(b_q, tl.trans(b_q), acc=self_q, input_precision=DOT)
+    # Tensor cores square the rows too: all that is kept of q.q is its diagonal.
+    same = o_c[:, None] == o_c[None, :]
+    norm_k = tl.rsqrt(tl.sum(tl.where(same, gram, 0.0), axis=1) + 1e-6)
+    norm_q = tl.rsqrt(tl.sum(tl.where(same, self_q, 0.0), axis=1) + 1e-6) * scale
     below = o_c[:, None] > o_c[None, :]
     upto = o_c[:, None] >= o_c[None, :]
 
@@ -149,45 +109,56 @@ def prefill_chunk_kernel(
             tl.load(dt_bias + i_h).to(tl.float32),
             inside,
         )
+        log_decay *= 1.4426950408889634
         total = tl.cumsum(log_decay, axis=0)
-        last = tl.sum(tl.where(o_c == count - 1, total, 0.0), axis=0)
-        gap = tl.exp(tl.where(upto, total[:, None] - total[None, :], 0.0))
-        lower = tl.where(below, gram * gap * beta[:, None], 0.0)
+        last = tl.sum(log_decay, axis=0)
+        gap = tl.exp2(tl.minimum(total[:, None] - total[None, :], 0.0)) * norm_k[None, :]
         place = i_c.to(tl.int64) * HV + i_h
-        p_attn = attn + place * C * C + o_c[:, None] * C + o_c[None, :]
-        tl.store(p_attn, tl.where(upto, seen * gap, 0.0).to(element))
-        growth = tl.exp(total)
+        square = place * C * C + o_c[:, None] * C + o_c[None, :]
+        tl.store(attn + square, tl.where(upto, seen * norm_q[:, None] * gap, 0.0).to(element))
+        growth = tl.exp2(total)
         tl.store(q_coef + place * C + o_c, norm_q * growth)
-        tl.store(k_coef + place * C + o_c, norm_k * tl.exp(last - total))
-        tl.store(decay + place, tl.exp(last))
+        tl.store(k_coef + place * C + o_c, norm_k * growth)
+        tl.store(s_coef + place * C + o_c, norm_k * tl.exp2(tl.minimum(last - total, 0.0)))
+        tl.store(decay + place, tl.exp2(last))
+        lower = tl.where(below, gram * (norm_k * beta)[:, None] * gap, 0.0)
+        inverse = lower_inverse(lower, C, BASE, SOLVE)
+        tl.store(solved + square, (inverse * beta[None, :]).to(element))
 
-        solve = unit_lower_inverse(lower, C, BASE, SOLVE)
-        left = (solve * beta[None, :]).to(element)
-        p_v = v + start * stride_v_token + i_h * stride_v_head
-        v_tile = o_c[:, None] * stride_v_token + o_d[None, :]
-        p_u = u + place * (V * C)
-        u_tile = o_d[None, :] * C + o_c[:, None]
-        for d in range(0, V, BLOCK_D):
-            b_v = tl.load(p_v + d + v_tile, mask=inside[:, None], other=0.0)
-            tl.store(p_u + d * C + u_tile, tl.dot(left, b_v, input_precision=DOT).to(element))
-        left = (solve * (beta * growth * norm_k)[None, :]).to(element)
-        p_w = w + place * (C * K)
-        w_tile = o_c[:, None] * K + o_d[None, :]
-        for d in range(0, K, BLOCK_D):
-            b_k = tl.load(p_k + d + k_tile, mask=inside[:, None], other=0.0)
-            tl.store(p_w + d + w_tile, tl.dot(left, b_k, input_precision=DOT).to(element))
+
+@triton.jit
+def _advance(b_s, b_k, b_v, b_x, b_q, b_a, b_kc, b_sc, b_qc, fade, DOT: tl.constexpr):
+    """One chunk: (state, out) [BV, K], [BV, C] from the state and the chunk's tiles."""
+    element = b_x.dtype
+    b_h = b_s.to(element)
+    # What the state misses is rounded after the difference: where it predicts well, little is lost.
+    b_y = tl.dot(b_h, tl.trans(b_k), input_precision=DOT) * b_kc[None, :]
+    missed = (tl.trans(b_v).to(tl.float32) - b_y).to(element)
+    b_n = tl.dot(missed, tl.trans(b_x), input_precision=DOT)
+    b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT) * b_qc[None, :]
+    grown = (b_n * b_sc[None, :]).to(element)
+    b_s = tl.dot(grown, b_k, acc=b_s * fade, input_precision=DOT)
+    b_o = tl.dot(b_n.to(element), tl.trans(b_a), acc=b_o, input_precision=DOT)
+    return b_s, b_o
 
 
 @triton.jit
 def prefill_state_kernel(
     q,
     k,
-    w,
-    u,
+    v,
+    solved,
     attn,
     q_coef,
     k_coef,
+    s_coef,
     decay,
+    q_rows,
+    k_rows,
+    v_rows,
+    solved_rows,
+    attn_rows,
+    out_rows,
     out,
     pool,
     slots,
@@ -199,20 +170,25 @@ def prefill_state_kernel(
     stride_q_head: tl.constexpr,
     stride_k_token: tl.constexpr,
     stride_k_head: tl.constexpr,
+    stride_v_token: tl.constexpr,
+    stride_v_head: tl.constexpr,
     HV: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
     BV: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_DESTS: tl.constexpr,
+    COPY_ENGINE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Walk the chunks of a request with the state in registers. Grid (V / BV, HV, requests).
 
     Two spans: up to the cut, whose state goes to the request's destination, and on to the end, whose state
     goes to its slot. Everything is transposed, [V, rows], so that each product's result is the next one's
-    left operand without leaving registers.
+    left operand without leaving registers. Whole chunks need no masks; a span's rest of under C rows does.
+    COPY_ENGINE: tensor descriptors `*_rows` of the same matrices move the whole chunks.
     """
     i_h = tl.program_id(1)
     i_n = tl.program_id(2)
@@ -227,54 +203,77 @@ def prefill_state_kernel(
         dest = tl.where(stop > row, dest, -1)
     o_c = tl.arange(0, C)
     o_k = tl.arange(0, K)
-    o_v = tl.program_id(0) * BV + tl.arange(0, BV)
-    element = w.dtype.element_ty
+    first_v = tl.program_id(0) * BV
+    o_v = first_v + tl.arange(0, BV)
     p_state = pool + i_h * V * K + o_v[:, None] * K + o_k[None, :]
-    valid = (o_v < V)[:, None]
     live = (slot >= 0) & (slot < num_slots)
-    b_s = tl.load(p_state + slot * stride_slot, mask=valid & live, other=0.0).to(tl.float32)
+    b_s = tl.load(p_state + slot * stride_slot, mask=live, other=0.0).to(tl.float32)
     # Scalar pointers move along the chunks; tiles are offsets of 32 bits that stay.
-    k += (i_h // GROUP) * stride_k_head
-    q += (i_h // GROUP) * stride_q_head
+    i_k = i_h // GROUP
+    k += i_k * stride_k_head
+    q += i_k * stride_q_head
+    v += i_h * stride_v_head
+    out += i_h * V
     k_tile = o_c[:, None] * stride_k_token + o_k[None, :]
     q_tile = o_c[:, None] * stride_q_token + o_k[None, :]
-    w_tile = o_c[:, None] * K + o_k[None, :]
-    u_tile = o_v[:, None] * C + o_c[None, :]
-    attn_tile = o_c[:, None] * C + o_c[None, :]
+    v_tile = o_c[:, None] * stride_v_token + o_v[None, :]
+    square = o_c[:, None] * C + o_c[None, :]
     out_tile = o_c[None, :] * (HV * V) + o_v[:, None]
 
     for _ in range(2):
-        num_chunks = tl.cdiv(stop - row, C)
+        whole = (stop - row) // C
+        rest = (stop - row) % C
         place = chunk.to(tl.int64) * HV + i_h
-        fade = tl.load(decay + place, mask=num_chunks > 0, other=1.0)
-        for i in range(num_chunks):
+        fade = tl.load(decay + place, mask=stop > row, other=1.0)
+        for i in tl.range(whole, num_stages=STAGES):
             here = place + i * HV
             start = (row + i * C).to(tl.int64)
-            left = stop - row - i * C
-            inside = o_c < left
             # The next chunk's factor is on its way while this one is computed.
-            next_fade = tl.load(decay + here + HV, mask=i + 1 < num_chunks, other=1.0)
-            b_w = tl.load(w + here * (C * K) + w_tile)
-            b_u = tl.load(u + here * (V * C) + u_tile)
-            b_q = tl.load(q + start * stride_q_token + q_tile, mask=inside[:, None], other=0.0)
-            b_k = tl.load(k + start * stride_k_token + k_tile, mask=inside[:, None], other=0.0)
-            b_a = tl.load(attn + here * (C * C) + attn_tile)
-            b_qc = tl.load(q_coef + here * C + o_c)
+            next_fade = tl.load(decay + here + HV, mask=(i + 1) * C < stop - row, other=1.0)
+            if COPY_ENGINE:
+                low = row + i * C
+                block = (chunk * HV + i_h + i * HV) * C
+                b_k = k_rows.load([low, i_k * stride_k_head])
+                b_v = v_rows.load([low, i_h * stride_v_head + first_v])
+                b_x = solved_rows.load([block, 0])
+                b_q = q_rows.load([low, i_k * stride_q_head])
+                b_a = attn_rows.load([block, 0])
+            else:
+                b_k = tl.load(k + start * stride_k_token + k_tile)
+                b_v = tl.load(v + start * stride_v_token + v_tile)
+                b_x = tl.load(solved + here * (C * C) + square)
+                b_q = tl.load(q + start * stride_q_token + q_tile)
+                b_a = tl.load(attn + here * (C * C) + square)
             b_kc = tl.load(k_coef + here * C + o_c)
-            b_h = b_s.to(element)
-            # A difference, because a sum would become the product's start and its load no longer pipelined.
-            b_n = b_u.to(tl.float32) - tl.dot(b_h, tl.trans(b_w), input_precision=DOT)
-            b_o = tl.dot(b_h, tl.trans(b_q), input_precision=DOT) * b_qc[None, :]
-            b_s *= fade
-            b_s = tl.dot((b_n * b_kc[None, :]).to(element), b_k, acc=b_s, input_precision=DOT)
-            b_o = tl.dot(b_n.to(element), tl.trans(b_a), acc=b_o, input_precision=DOT)
-            p_o = out + start * (HV * V) + i_h * V + out_tile
-            tl.store(p_o, b_o.to(out.dtype.element_ty), mask=inside[None, :] & valid)
+            b_sc = tl.load(s_coef + here * C + o_c)
+            b_qc = tl.load(q_coef + here * C + o_c)
+            b_s, b_o = _advance(b_s, b_k, b_v, b_x, b_q, b_a, b_kc, b_sc, b_qc, fade, DOT)
+            if COPY_ENGINE:
+                to = i_h * V + first_v
+                out_rows.store([row + i * C, to], tl.trans(b_o).to(out.dtype.element_ty))
+            else:
+                p_o = out + start * (HV * V) + out_tile
+                tl.store(p_o, b_o.to(out.dtype.element_ty))
             fade = next_fade
+        if rest > 0:
+            here = place + whole * HV
+            start = (row + whole * C).to(tl.int64)
+            inside = o_c < rest
+            b_k = tl.load(k + start * stride_k_token + k_tile, mask=inside[:, None], other=0.0)
+            b_v = tl.load(v + start * stride_v_token + v_tile, mask=inside[:, None], other=0.0)
+            b_q = tl.load(q + start * stride_q_token + q_tile, mask=inside[:, None], other=0.0)
+            b_x = tl.load(solved + here * (C * C) + square)
+            b_a = tl.load(attn + here * (C * C) + square)
+            b_kc = tl.load(k_coef + here * C + o_c)
+            b_sc = tl.load(s_coef + here * C + o_c)
+            b_qc = tl.load(q_coef + here * C + o_c)
+            b_s, b_o = _advance(b_s, b_k, b_v, b_x, b_q, b_a, b_kc, b_sc, b_qc, fade, DOT)
+            p_o = out + start * (HV * V) + out_tile
+            tl.store(p_o, b_o.to(out.dtype.element_ty), mask=inside[None, :])
+            whole += 1
         stored = (dest >= 0) & (dest < num_slots)
-        p_to = p_state + dest * stride_slot
-        tl.store(p_to, b_s.to(pool.dtype.element_ty), mask=valid & stored)
-        chunk += num_chunks
+        tl.store(p_state + dest * stride_slot, b_s.to(pool.dtype.element_ty), mask=stored)
+        chunk += whole
         row = stop
         stop = end
         dest = slot

@@ -1,7 +1,8 @@
 """Tiles of the chunked prefill, as data.
 
-`PRODUCTS_HALF` is what ``benchmark/gdn_prefill`` measured on an H200 for the 35B model: 220 us and 232 us for one prompt of
-8,192 rows, 219 us and 260 us for eight of 1,024. The others are guesses from tile arithmetic.
+`FEW_HALF` and `MANY_HALF` are what ``benchmark/gdn_prefill`` measured on an H200 for the 35B model: the chunk
+kernel takes 107 us for 8,192 rows, the state kernel 210 us for one prompt of them and 109 us for eight. The
+others are guesses from tile arithmetic.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
+# Walks of a prompt's value head. Measured at 32 and 256 of them; three stages fill a core's shared memory, two
+# leave room for a second program.
+_MANY_WALKS = 128
+
 
 @dataclass(frozen=True)
 class ChunkTile:
     """One program of the chunk kernel: a chunk and `heads` value heads that share a key head.
 
-    `base`: size of the diagonal blocks inverted by substitution (the lean kernel negates at 2); larger blocks are
-    merged by products at `solve_precision` ("fp16", the lean kernel alone: 16-bit operands). `block_d`: columns of q, k, v in a product. `max_registers` a thread, None for no bound.
+    `base`: size of the diagonal blocks inverted by substitution (2: negated); larger blocks are merged by
+    products at `solve_precision` ("fp16": 16-bit operands). `block_d`: columns of q and k in a product.
+    `max_registers` a thread, None for no bound.
     """
 
     heads: int
@@ -32,7 +38,7 @@ class ChunkTile:
 class StateTile:
     """One program of the state kernel: `block_v` state rows of one value head of one request.
 
-    `copy_engine`: whole chunks are fetched through tensor descriptors; the lean kernels alone can.
+    `copy_engine`: whole chunks are fetched through tensor descriptors. No field changes a bit of the results.
     """
 
     block_v: int
@@ -44,28 +50,28 @@ class StateTile:
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """`dot_precision` matters to fp32 activations alone. `lean`: the kernels that hand on the inverse."""
+    """`dot_precision` matters to fp32 activations alone."""
 
     chunk: ChunkTile
     state: StateTile
     dot_precision: str
-    lean: bool = False
 
 
-PRODUCTS_HALF = PrefillTiles(
+FEW_HALF = PrefillTiles(
     ChunkTile(
         heads=1,
-        base=16,
-        solve_precision="tf32",
-        block_d=64,
+        base=4,
+        solve_precision="fp16",
+        block_d=128,
         num_warps=4,
         num_stages=1,
         max_registers=168,
     ),
-    StateTile(block_v=32, num_warps=4, num_stages=3, max_registers=None),
-    dot_precision="tf32",
+    StateTile(block_v=64, num_warps=4, num_stages=3, max_registers=None, copy_engine=True),
+    dot_precision="ieee",
 )
-_SINGLE = PrefillTiles(
+MANY_HALF = replace(FEW_HALF, state=replace(FEW_HALF.state, num_stages=2))
+SINGLE = PrefillTiles(
     ChunkTile(
         heads=1,
         base=16,
@@ -79,39 +85,23 @@ _SINGLE = PrefillTiles(
     dot_precision="tf32x3",
 )
 
-
-LEAN_HALF = PrefillTiles(
-    ChunkTile(
-        heads=1,
-        base=2,
-        solve_precision="fp16",
-        block_d=128,
-        num_warps=4,
-        num_stages=1,
-        max_registers=168,
-    ),
-    StateTile(block_v=64, num_warps=4, num_stages=3, max_registers=None, copy_engine=True),
-    dot_precision="ieee",
-    lean=True,
-)
-
 # 64 KB of shared memory hold one stage, and AMD has no tf32 everywhere.
-_AMD_HALF = replace(
-    PRODUCTS_HALF,
-    chunk=replace(PRODUCTS_HALF.chunk, solve_precision="ieee"),
-    state=replace(PRODUCTS_HALF.state, num_stages=1),
-    dot_precision="ieee",
-)
-_AMD_SINGLE = replace(
-    _SINGLE, chunk=replace(_SINGLE.chunk, solve_precision="ieee"), dot_precision="ieee"
+AMD_HALF = replace(FEW_HALF, state=replace(FEW_HALF.state, num_stages=1, copy_engine=False))
+AMD_SINGLE = replace(
+    SINGLE, chunk=replace(SINGLE.chunk, solve_precision="ieee"), dot_precision="ieee"
 )
 
 
-def prefill_tiles(element_bytes: int) -> PrefillTiles:
-    """Chosen by the maker and the width of the activations alone, so that a batch cannot change a request's bits."""
+def prefill_tiles(element_bytes: int, walks: int) -> PrefillTiles:
+    """For activations of that width and `walks` prompts times value heads.
+
+    The chunk tile goes by the maker and the width alone, so that a batch cannot change a request's bits.
+    """
     if torch.version.hip is not None:
-        return _AMD_SINGLE if element_bytes > 2 else _AMD_HALF
-    return _SINGLE if element_bytes > 2 else PRODUCTS_HALF
+        return AMD_SINGLE if element_bytes > 2 else AMD_HALF
+    if element_bytes > 2:
+        return SINGLE
+    return FEW_HALF if walks < _MANY_WALKS else MANY_HALF
 
 
 def launch_options(tile: ChunkTile | StateTile) -> dict[str, int]:
