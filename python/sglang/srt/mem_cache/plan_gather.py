@@ -70,6 +70,14 @@ class PlanInputs:
         return self.kv.bytes_per_token + (draft.bytes_per_token if draft is not None else 0)
 
     @property
+    def attention_shapes(self) -> list[tuple[int, int]]:
+        """(query heads of this rank, head dim) of the target and of a drafter that attends."""
+        shapes = [(self.model.num_attention_heads // self.args.tp_size, self.model.head_dim)]
+        if self.draft.kv is not None:
+            shapes.append((self.draft.query_heads, self.draft.kv.head_dim))
+        return shapes
+
+    @property
     def row_bytes(self) -> int:
         return total_bytes(self.row_tensors(self.max_running))
 

@@ -51,11 +51,15 @@ class KVGeometry:
 
 @dataclass(frozen=True)
 class DraftNeeds:
-    """What the drafter adds on a rank: weights, KV for every slot, and rows beyond the verify."""
+    """What the drafter adds on a rank: weights, KV for every slot, and rows beyond the verify.
+
+    ``query_heads`` of its attention layers on the rank; 0 without ``kv``.
+    """
 
     weights: WeightSize
     kv: KVGeometry | None
     tail_tokens: int
+    query_heads: int = 0
 
 
 def request_slot_ratio(args: ServerArgs) -> int:
@@ -170,7 +174,8 @@ def draft_needs(
             config=_stored_quantized(config, args),
         )
         layers = max(1, config.mtp_num_hidden_layers)
-        return DraftNeeds(size, kv_geometry(config, args, layers), draft_tokens)
+        heads = config.num_attention_heads // args.tp_size
+        return DraftNeeds(size, kv_geometry(config, args, layers), draft_tokens, heads)
     if algorithm in BLOCK_ALGORITHMS:
         return _block_draft_needs(config, _draft_config(draft, args), args, draft_tokens)
     raise MemoryPlanError(
@@ -202,8 +207,9 @@ def _block_draft_needs(
     )
     heads = kv_heads_per_rank(draft.num_key_value_heads, args.tp_size)
     kv = KVGeometry(draft.num_hidden_layers, heads, draft.head_dim, kv_dtype(args))
+    size = weight_size(weights, dtype=args.dtype)
     # A draft block is computed in slots beyond those of the verify.
-    return DraftNeeds(weight_size(weights, dtype=args.dtype), kv, 2 * draft_tokens)
+    return DraftNeeds(size, kv, 2 * draft_tokens, draft.num_attention_heads // args.tp_size)
 
 
 def _check_pair(config: ModelConfig, draft: DraftConfig, args: ServerArgs) -> None:

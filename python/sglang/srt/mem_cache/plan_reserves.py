@@ -1,13 +1,15 @@
 """Memory that is set aside before pools are sized: activations, captured graphs, the runtime itself.
 
-These are estimates, not measurements; every one is a line of the plan. No torch.
+Estimates, not measurements, but for split contexts; every one is a line of the plan. No torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang.kernels.ops.attention.paged.launch import SHORT_CHUNKS, SPLITS
 from sglang.srt.configs.linear_state import dtype_bytes
 from sglang.srt.configs.model_config import ModelConfig
 
@@ -57,9 +59,17 @@ def activation_bytes_per_token(config: ModelConfig, dtype: str, tp_size: int) ->
 
 
 def runtime_reserves(
-    config: ModelConfig, args: ServerArgs, *, max_running: int, draft_tokens: int | None
+    config: ModelConfig,
+    args: ServerArgs,
+    *,
+    max_running: int,
+    draft_tokens: int | None,
+    attention_shapes: Sequence[tuple[int, int]],
 ) -> tuple[ReserveLine, ...]:
-    """Memory outside ``--mem-fraction-static``: activations, logits, graphs, runtime."""
+    """Memory outside ``--mem-fraction-static``: activations, logits, split contexts, graphs, runtime.
+
+    attention_shapes  (query heads of the rank, head dim) of each model that attends: target, drafter
+    """
     rows = max_running * (draft_tokens or 1)
     chunk = args.chunked_prefill_size
     chunk_tokens = args.max_prefill_tokens if chunk < 0 else min(chunk, args.max_prefill_tokens)
@@ -72,6 +82,10 @@ def runtime_reserves(
     ]
     if args.device == "cpu":
         return (*lines, ReserveLine("runtime", CPU_RUNTIME_BYTES, "interpreter and torch, guess"))
+    kept, width = max(rows, SHORT_CHUNKS.max_rows), dtype_bytes("bfloat16")
+    splits = sum(SPLITS.workspace_bytes(kept, *shape, width) for shape in attention_shapes)
+    note = f"attention's partial results of {kept} rows, {len(attention_shapes)} models"
+    lines.append(ReserveLine("split contexts", splits, note))
     if not args.disable_cuda_graph:
         graphs = args.cuda_graph_bs or []
         captured = max(graphs, default=0) * (draft_tokens or 1) * per_token

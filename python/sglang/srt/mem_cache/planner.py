@@ -62,6 +62,7 @@ def make_plan(
         server_args,
         max_running=inputs.max_running,
         draft_tokens=inputs.draft_tokens,
+        attention_shapes=inputs.attention_shapes,
     )
     fraction = static_fraction(inputs, reserves)
     static_bytes = int(inputs.memory * fraction)

@@ -49,6 +49,10 @@ class SplitRule:
         """Splits of ``context`` tokens; never falls as the context grows within one split size."""
         return -(-context // self.split_tokens(context))
 
+    def workspace_bytes(self, rows: int, num_heads: int, head_dim: int, itemsize: int) -> int:
+        """Bytes of a ``SplitWorkspace`` for ``rows`` whose partial results take ``itemsize`` each."""
+        return rows * num_heads * self.max_splits * (head_dim * itemsize + 4)
+
 
 @dataclass(frozen=True)
 class ShortChunks:

@@ -63,13 +63,6 @@ def most_splits(rule: SplitRule, max_context: int) -> int:
     return min(rule.max_splits, -(-max_context // rule.min_tokens))
 
 
-def workspace_bytes(
-    *, max_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, rule: SplitRule = SPLITS
-) -> int:
-    """Bytes that a ``SplitWorkspace`` of these sizes holds on the device."""
-    return max_rows * num_heads * rule.max_splits * (head_dim * dtype.itemsize + 4)
-
-
 @cache
 def _is_hopper(device: torch.device) -> bool:
     """Whether the kernel for compute capability 9.0 can be compiled and run on ``device``."""
