@@ -1,7 +1,8 @@
 """Launch settings of paged attention, as data.
 
-Values follow from ``benchmark/gpu_kernels/attention.py`` on an H200 with heads of 256; those of smaller
-heads are guesses from tile arithmetic.
+Values follow from ``benchmark/gpu_kernels/attention.py`` on an H200 with heads of 256, and its
+ATTENTION_NOTES.md says from which; those of smaller heads and of short chunks are guesses from tile
+arithmetic, and so is where a chunk counts as short.
 """
 
 from __future__ import annotations
