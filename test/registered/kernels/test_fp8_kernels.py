@@ -27,7 +27,7 @@ def test_kernels_agree_with_the_reference_on_the_gpu():
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a GPU of compute capability 9.0",
 )
-def test_the_hopper_product_agrees_with_the_other():
+def test_the_hopper_product_agrees_with_the_reference():
     run_cases(__file__, "hopper_gemm_cases.py", TRITON_INTERPRET="0")
 
 

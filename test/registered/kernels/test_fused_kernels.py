@@ -39,14 +39,14 @@ def test_kernels_compile_for_hopper():
     assert ".target sm_90" in ptx and ".entry" in ptx
 
 
-@pytest.mark.parametrize("lanes", [1, 8])
+@pytest.mark.parametrize("lanes", [1, 4])
 def test_narrow_linear_compiles_for_hopper(lanes):
     pytest.importorskip("triton", reason="Triton is not installed")
     from sglang.kernels.ops.fused import narrow
     from sglang.kernels.ops.fused.narrow_kernel import narrow_linear_kernel
     from sglang.test.compile_kernels import compile_for_hopper
 
-    tile = narrow.TILE if lanes == 1 else narrow.NarrowTile(16, 16, 128, 8, 2, lanes)
+    tile = narrow.TILE if lanes > 1 else narrow.NarrowTile(16, 16, 256, 4, 3)
     ptx = compile_for_hopper(
         narrow_linear_kernel,
         pointers=dict.fromkeys(("p_x", "p_w", "p_out"), "*bf16"),

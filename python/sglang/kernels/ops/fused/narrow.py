@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class NarrowTile:
     lanes: int = 1
 
 
-TILE = NarrowTile(block_m=16, block_n=16, block_k=256, num_warps=4, num_stages=3)
+TILE = NarrowTile(block_m=16, block_n=16, block_k=128, num_warps=4, num_stages=3, lanes=4)
 
 
 def narrow_linear(x: Tensor, weight: Tensor, *, tile: NarrowTile | None = None) -> Tensor:
@@ -42,7 +42,7 @@ def narrow_linear(x: Tensor, weight: Tensor, *, tile: NarrowTile | None = None) 
     num_rows, depth = x.shape
     if tile is None and num_rows > SMALL_ROWS:
         return F.linear(x, weight)
-    tile = tile or TILE
+    tile = tile or (TILE if x.dtype.itemsize == 2 else replace(TILE, num_stages=2))
     num_columns = weight.shape[0]
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     if out.numel():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from sglang.kernels.ops.quantization import launch as product_launch
 from sglang.kernels.ops.quantization.launch import (
-    MANY_ON_HOPPER,
     SMALL_ROWS,
     HopperTile,
     check_gated,
@@ -84,9 +84,10 @@ _AMD_FP8_MANY = ExpertTiles(
 
 def hopper_expert_tiles(num_tokens: int) -> ExpertTiles | None:
     """For FP8 experts whose both products fit the Hopper kernel."""
-    if MANY_ON_HOPPER is None or num_tokens <= SMALL_ROWS:
+    tile = product_launch.MANY_ON_HOPPER
+    if tile is None or num_tokens <= SMALL_ROWS:
         return None
-    return ExpertTiles(MANY_ON_HOPPER, MANY_ON_HOPPER, gated=True)
+    return ExpertTiles(tile, tile, gated=True)
 
 
 def fp8_expert_tiles(*, few: bool, amd: bool) -> ExpertTiles:

@@ -46,8 +46,9 @@ class HopperTile:
         return 128
 
 
-MANY_ON_HOPPER: HopperTile | None = None
-"""For products of many rows, dense ones and experts', where ``fits_hopper`` holds."""
+MANY_ON_HOPPER: HopperTile | None = HopperTile(num_stages=4, group_m=16)
+"""For products of more than SMALL_ROWS rows, dense ones and experts', where ``fits_hopper`` holds, on GPUs of
+compute capability 9.0; None leaves them to the tiles below."""
 
 QUANTIZE_GROUPS = 8
 """Groups of one row that a program quantises: 16 bytes a thread of its warps."""
@@ -79,7 +80,7 @@ _NVIDIA = GemmTiles(
     many=GemmTile(128, 128, num_warps=8, num_stages=4, group_m=16, descriptors=True),
     gated_few=GemmTile(block_m=64, block_n=256, num_warps=4, num_stages=3, parts=2),
     gated_many=GemmTile(64, 256, num_warps=8, num_stages=3, parts=2, group_m=16, descriptors=True),
-    split_few=GemmTile(block_m=64, block_n=64, num_warps=4, num_stages=4, splits=4),
+    split_few=GemmTile(64, 64, num_warps=4, num_stages=5, descriptors=True, splits=4),
 )
 _AMD_GATED = GemmTile(block_m=64, block_n=256, num_warps=4, num_stages=2, parts=2)
 _AMD = GemmTiles(
