@@ -178,7 +178,7 @@ def test_agrees_with_the_portable_form_and_is_not_blind():
 
 @pytest.mark.parametrize("heads", GEOMETRIES if ON_GPU else GEOMETRIES[1:], ids=str)
 def test_bits_do_not_depend_on_the_batch(heads):
-    """A tile chosen by the batch, a sum over a neighbour's rows (its NaN would show)."""
+    """A tile chosen by the batch that changes bits, a sum over a neighbour's rows (its NaN would show)."""
     case = make_case(heads, DTYPES[1])
     out, pool = run(case)
     for i in (3, 5) if ON_GPU else (3,):
