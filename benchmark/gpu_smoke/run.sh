@@ -68,14 +68,13 @@ run_file() {
     fi
 }
 
+for file in "${alone[@]}"; do run_file "$file" || status=1; done
 pids=()
 for file in "${together[@]}"; do
     run_file "$file" &
     pids+=($!)
 done
 for pid in "${pids[@]}"; do wait "$pid" || status=1; done
-for file in "${alone[@]}"; do run_file "$file" || status=1; done
-
 left=$((deadline - SECONDS))
 if ((left > 20)); then
     if ! timeout "$left" "$PY" benchmark/gpu_smoke/repeat_stages.py > "$out/repeat_stages.log" 2>&1; then
