@@ -24,6 +24,7 @@ from sglang.kernels.ops.quantization.fp8 import (
     quantize,
 )
 from sglang.kernels.ops.quantization.launch import (
+    MANY_ON_HOPPER,
     SMALL_ROWS,
     GemmTile,
     HopperTile,
@@ -53,28 +54,20 @@ EXPERTS = {"35B": {"experts": 257, "top_k": 8, "hidden": 2048, "inner": 512}}
 """The last expert is the shared one."""
 
 
-HOPPER = (HopperTile(), HopperTile(group_m=8), HopperTile(group_m=32), HopperTile(num_stages=3))
+HOPPER = (HopperTile(), HopperTile(group_m=32), HopperTile(num_stages=3))
 
 
 def dense_tiles(rows: int) -> Iterator[GemmTile]:
+    """Of many rows those that come near the table's; results/ has what the others took."""
     if rows > SMALL_ROWS:
-        big = GemmTile(128, 256, 8, 3, parts=2, group_m=16, descriptors=True)
-        yield from (big, replace(big, scales_ahead=True), replace(big, num_stages=4))
-        yield from (
-            replace(big, group_m=8),
-            replace(big, group_m=64),
-            replace(big, descriptors=False),
-        )
-        yield GemmTile(256, 128, 8, 3, group_m=8, descriptors=True)
-        yield from (GemmTile(128, 128, 8, s, group_m=16, descriptors=True) for s in (3, 4, 6))
-        yield from (GemmTile(128, 128, 8, 3), GemmTile(128, 128, 8, 4, group_m=16))
+        yield from (GemmTile(128, 128, 8, s, group_m=16, descriptors=True) for s in (3, 4))
         yield GemmTile(64, 256, 8, 3, parts=2, group_m=16, descriptors=True)
         return
     for ahead in (False, True):
         yield from (GemmTile(64, n, 4, s, scales_ahead=ahead) for n in (32, 64) for s in (4, 6))
         for m, n in ((16, 64), (32, 64), (64, 64), (16, 128), (32, 128)):
             yield GemmTile(m, n, 4, 4, weights_first=True, scales_ahead=ahead)
-    yield from (GemmTile(32, 32, 4, 5), GemmTile(64, 32, 4, 5, descriptors=True))
+    yield GemmTile(64, 32, 4, 5, descriptors=True)
     yield from (GemmTile(64, 64, 4, s, descriptors=True) for s in (4, 6))
     yield GemmTile(128, 64, 8, 4, descriptors=True)
     yield from (GemmTile(m, 64, 4, 6, descriptors=True, weights_first=True) for m in (16, 32, 64))
@@ -107,21 +100,10 @@ def gated_tiles(rows: int) -> Iterator[GemmTile]:
 def expert_candidates(rows: int, *, gated: bool) -> Iterator[ExpertTile]:
     """Of the gated up projection, or of the down projection."""
     if rows > SMALL_ROWS:
-        big = ExpertTile(128, 256, 128, 8, 3, False, parts=2, descriptors=True)
-        for m in (128, 64):
-            yield from (replace(big, block_m=m), replace(big, block_m=m, scales_ahead=True))
-            yield from (
-                replace(big, block_m=m, descriptors=False),
-                replace(big, block_m=m, num_stages=2),
-            )
-        yield replace(big, num_stages=4)
+        wide = ExpertTile(64, 256, 128, 8, 3, False, parts=2)
+        yield from (wide, replace(wide, descriptors=True))
         if not gated:
-            for m in (128, 64):
-                warps = 8 if m == 128 else 4
-                yield from (
-                    ExpertTile(m, 128, 128, warps, s, False, descriptors=True) for s in (2, 3, 4)
-                )
-                yield ExpertTile(m, 128, 128, warps, 3, False)
+            yield from (ExpertTile(64, 128, 128, 4, s, False, descriptors=True) for s in (3, 4))
         return
     wide = ExpertTile(16, 256, 128, 4, 3, True, parts=2)
     for ahead in (False, True):
@@ -139,15 +121,12 @@ def expert_candidates(rows: int, *, gated: bool) -> Iterator[ExpertTile]:
 
 
 def narrow_tiles() -> Iterator[NarrowTile]:
-    for m, n, k, warps, stages in (
-        (16, 16, 256, 4, 3), (16, 16, 256, 8, 3), (16, 16, 128, 2, 6), (64, 16, 256, 4, 3),
+    yield from (NarrowTile(16, 16, 256, 4, 3), NarrowTile(16, 16, 128, 2, 6))
+    for k, warps, stages, lanes in (
+        (64, 8, 4, 8), (128, 8, 2, 8), (64, 4, 4, 4), (128, 4, 3, 4), (256, 4, 2, 4),
+        (128, 2, 4, 2), (256, 2, 3, 2),
     ):  # fmt: skip
-        yield NarrowTile(m, n, k, warps, stages)
-    for m, k, warps, stages, lanes in (
-        (16, 128, 8, 2, 8), (16, 64, 8, 2, 8), (16, 64, 8, 4, 8), (32, 128, 8, 2, 8),
-        (16, 128, 4, 3, 4), (16, 256, 4, 2, 4), (16, 256, 8, 1, 8),
-    ):  # fmt: skip
-        yield NarrowTile(m, 16, k, warps, stages, lanes)
+        yield NarrowTile(16, 16, k, warps, stages, lanes)
 
 
 def jobs(
@@ -292,7 +271,7 @@ def time_tiles(
 def time_dense(
     model: str, what: str, rows: int, stop: float, *, hopper: bool = False
 ) -> list[Timing]:
-    """``hopper``: that kernel's tiles beside the table's."""
+    """``hopper``: that kernel's tiles, beside the one that serves other GPUs."""
     gated = what in GATED[model]
     columns, depth = (GATED if gated else DENSE)[model][what]
     weights = [fp8_weight(columns, depth) for _ in range(copies_of(columns * depth))]
@@ -308,9 +287,10 @@ def time_dense(
             return block_scaled_split(q, *weights[copy], tile=tile)
         return block_scaled_linear(q, *weights[copy], tile=tile)
 
-    table = gated_tile(rows) if gated else dense_tile(rows, columns)
-    tiles: Iterator[GemmTile | HopperTile]
-    tiles = iter(HOPPER) if hopper else gated_tiles(rows) if gated else dense_tiles(rows)
+    table: GemmTile | HopperTile = gated_tile(rows) if gated else dense_tile(rows, columns)
+    tiles: Iterator[GemmTile | HopperTile] = gated_tiles(rows) if gated else dense_tiles(rows)
+    if hopper:
+        table, tiles = MANY_ON_HOPPER or HOPPER[0], iter((table, *HOPPER))
     found = time_tiles(what, rows, table, tiles, call, len(weights), floor, stop)
     if rows <= SMALL_ROWS and depth >= 4096 and not gated:
         floor += rows * columns * 4 / BYTES_PER_US
@@ -324,11 +304,14 @@ def time_experts(case: ExpertCase, stop: float, *, hopper: bool = False) -> list
     table = expert_tiles(case.rows, 2, fp8=True)
     found = []
     for what, own, call in (("up", table.up, case.up), ("down", table.down, case.down)):
+        tiles: Iterator[ExpertTile | HopperTile] = expert_candidates(case.rows, gated=what == "up")
+        if hopper:
+            own, tiles = MANY_ON_HOPPER or HOPPER[0], iter((own, *HOPPER))
         found += time_tiles(
             f"experts {what}",
             case.rows,
             own,
-            iter(HOPPER) if hopper else expert_candidates(case.rows, gated=what == "up"),
+            tiles,
             lambda tile, copy, call=call: call(tile),
             1,
             case.floor(what),

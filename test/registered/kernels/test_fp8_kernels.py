@@ -10,7 +10,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kernel_cases import run_cases
 
 register_cpu_ci(est_time=75, suite="kernels")
-register_cuda_ci(est_time=30, stage="base-b", runner_config="1-gpu-large")
+register_cuda_ci(est_time=150, stage="base-b", runner_config="1-gpu-large")
 
 
 def test_kernels_agree_with_the_reference_in_the_interpreter():
