@@ -38,6 +38,17 @@ def bits(tensor):
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
+def test_rows_of_any_stride():
+    """Expanded rows, whose last dim has stride 0, stored as if they were dense."""
+    rows = torch.arange(1.0, len(SLOTS) + 1, device=DEVICE)[:, None, None].expand(-1, 2, 24)
+    keys, values = poisoned(torch.float32), poisoned(torch.float32)
+    slots = torch.tensor(SLOTS, device=DEVICE)
+    store_kv(rows, -rows, slots, keys, values)
+    live = slots >= 0
+    assert torch.equal(keys[slots[live]], rows[live])
+    assert torch.equal(values[slots[live]], -rows[live])
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
 def test_rows_land_in_their_slots_and_nowhere_else(kv_dtype):
     """Catches a slot of -1 that is clamped into range, and strides of a contiguous tensor."""

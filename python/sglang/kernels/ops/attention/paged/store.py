@@ -35,12 +35,13 @@ class NormRope:
 def store_kv(k: Tensor, v: Tensor, slots: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> None:
     """Write rows k, v [T, Nkv, d] to ``slots`` [T] of k_buffer, v_buffer [num_slots, Nkv, d].
 
-    Last dims are contiguous, other strides free. Values are cast to the buffers' dtype with scale 1;
+    Strides of k and v are free; rows whose last dim is not contiguous are copied first. Values are cast to the buffers' dtype with scale 1;
     a value beyond fp8's range becomes its largest. A slot below 0: nothing is written.
     """
     num_rows, num_heads, head_dim = k.shape
     if not num_rows:
         return
+    k, v = _dense_rows(k), _dense_rows(v)
     block = _block(head_dim)
     store_kv_kernel[(num_rows, num_heads)](
         k,
@@ -83,6 +84,7 @@ def norm_rope_store(
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if not num_rows:
         return out
+    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     block = _block(head_dim)
     norm_rope_store_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
         q,
@@ -119,6 +121,11 @@ def norm_rope_store(
         num_warps=max(1, block // 256),
     )
     return out
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """x itself if the kernels can read it, whose pointers step by one along the last dim."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _block(size: int) -> int:
