@@ -179,6 +179,18 @@ def script(name, *words, status=0):
     return done.stdout + done.stderr
 
 
+def test_the_published_workload_in_process(tmp_path):
+    """Arms in turns, every token counted, and the plan of each arm in the record."""
+    out = tmp_path / "turns.json"
+    script("in_process.py", "--demo", "--out", out, "--rounds", 1)
+    turns = json.loads(out.read_text())["turns"]
+    assert [turn["arm"] for turn in turns] == ["off", "on"]
+    for turn in turns:
+        assert turn["output_tokens"] == 4 * 24 and turn["most_running"] == 4
+        assert 1 <= turn["accept_length"] <= 4 and turn["seconds"] > 0
+    assert turns[0]["verify_scratch_bytes"] > 5 * turns[1]["verify_scratch_bytes"]
+
+
 def test_the_published_comparison(tmp_path):
     out, table = tmp_path / "demo.json", tmp_path / "table.md"
     sweep = ["--demo", "--concurrency", "1,2", "--repeats", "1", "--output-len", "16"]
