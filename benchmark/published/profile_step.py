@@ -1,11 +1,13 @@
 """Where a step's time goes: kernels of a verify step at a long context and of a prefill chunk.
 
     PYTHONPATH=python python benchmark/published/profile_step.py --out profile.json --markdown profile.md
+    PYTHONPATH=python python benchmark/published/profile_step.py --from-json profile.json --out again.json
 
 The engine runs in this process, with the published flags. To get to the context cheaply, each request
 runs one real prefill chunk, is then told that all but the last tokens of its prompt are computed, and
 runs the rest; the KV that was skipped holds random numbers. Lengths, pages, addresses, states and
 kernels are those of a real run; only the values are not. Words after `--` are further server flags.
+`--from-json` measures nothing: it sorts a stored profile's kernels into families anew.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from floors import StepShape, floors
-from kernel_table import DEVICE_CATEGORIES, HOST_CATEGORIES, markdown_of, profile_record, read_trace
+from kernel_table import (
+    DEVICE_CATEGORIES,
+    HOST_CATEGORIES,
+    markdown_of,
+    profile_record,
+    read_trace,
+    reclassified,
+)
 from machine import describe_machine
 from setups import ACCEPT_LENGTH, ARMS, DEMO_FLAGS, PUBLISHED_FLAGS, model_directory
 
@@ -35,6 +44,9 @@ TAIL_TOKENS = 65
 def main(argv: Sequence[str] | None = None) -> int:
     """Build the engine, reach the context, profile, write."""
     args = read_arguments(sys.argv[1:] if argv is None else list(argv))
+    if args.from_json is not None:
+        write_again(args)
+        return 0
     os.environ.setdefault("SGLANG_SIMULATE_ACC_LEN", str(ACCEPT_LENGTH))
     with model_directory("demo" if args.demo else args.model_path) as model_path:
         bench = StepBench(args, model_path)
@@ -58,6 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.markdown is not None:
         args.markdown.write_text("\n".join(tables))
     return 0
+
+
+def write_again(args: argparse.Namespace) -> None:
+    """A stored profile with families as they are sorted today; times and floors stay."""
+    document = json.loads(args.from_json.read_text())
+    document["steps"] = {title: reclassified(r) for title, r in document["steps"].items()}
+    tables = [markdown_of(title, r, r["floors_us"]) for title, r in document["steps"].items()]
+    args.out.write_text(json.dumps(document, indent=1) + "\n")
+    if args.markdown is not None:
+        args.markdown.write_text("\n".join(tables))
 
 
 class StepBench:
@@ -207,6 +229,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--markdown", type=Path, help="write the tables there, too")
+    parser.add_argument("--from-json", type=Path, help="stored profile to write again")
     parser.add_argument("--model-path", help="folder of a checkpoint or of a config.json alone")
     parser.add_argument("--arm", choices=ARMS, default="on", help="which verify")
     parser.add_argument("--requests", type=int, help="requests that decode (25)")

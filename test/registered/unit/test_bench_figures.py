@@ -315,6 +315,68 @@ def test_a_timeline_counts_overlap_once(tmp_path):
     assert family_of("combine_kernel", 1.0) == "experts"
 
 
+@pytest.mark.parametrize(
+    ("name", "us_each", "family"),
+    [
+        ("hopper_gemm_kernel", 304.9, "FP8 products (experts, dense)"),
+        ("hopper_prefill_kernel", 2197.9, "attention"),
+        ("paged_attention_kernel", 348.4, "attention"),
+        ("norm_rope_store_kernel", 101.3, "attention"),
+        ("prefill_state_kernel", 207.1, "GDN"),
+        ("prefill_chunk_kernel", 107.2, "GDN"),
+        ("conv_prefill_kernel", 79.2, "conv"),
+        ("narrow_linear_kernel", 4.4, "dense"),
+        ("block_scaled_gemm_kernel", 9.1, "dense"),
+        ("grouped_gemm_kernel", 94.7, "experts"),
+        ("largest_of_parts_kernel", 13.3, "sampling"),
+        ("largest_part_kernel", 1.2, "sampling"),
+        ("nvjet_sm90_tst_512x32_64x3_2x1_v_bz_TNT", 251.9, "head"),
+        ("Memcpy DtoH (Device -> Pinned)", 1505.2, "copies"),
+        ("at::native::vectorized_elementwise_kernel [Fill]", 0.9, "copies"),
+    ],
+)
+def test_families_of_kernels(name, us_each, family):
+    """Catches prompts' attention taken for a fill, and long FP8 products taken for the head."""
+    from kernel_table import family_of
+
+    assert family_of(name, us_each) == family
+
+
+def test_a_stored_profile_is_sorted_anew(tmp_path):
+    """Catches a product of experts and dense maps beside the floor of one of them, and lost time."""
+    from kernel_table import PRODUCTS
+    from profile_step import main as profile_main
+
+    rows = [
+        {
+            "name": "hopper_gemm_kernel",
+            "family": "head",
+            "calls": 2.0,
+            "us": 600.0,
+            "us_each": 300.0,
+        },
+        {"name": "place_kernel", "family": "experts", "calls": 1.0, "us": 20.0, "us_each": 20.0},
+    ]
+    record = {
+        "gpu_busy_us_per_step": 620.0,
+        "gpu_span_us_per_step": 640.0,
+        "gpu_idle_share": 0.03,
+        "families_us": {"head": 600.0, "experts": 20.0},
+        "kernels": rows,
+        "gaps": [],
+        "floors_us": {"experts": 100.0, "dense": 140.0, "head": 5.0},
+    }
+    stored, again, table = (tmp_path / name for name in ("a.json", "b.json", "b.md"))
+    stored.write_text(json.dumps({"steps": {"chunk": record}}))
+    argv = ["--from-json", str(stored), "--out", str(again), "--markdown", str(table)]
+    assert profile_main(argv) == 0
+    step = json.loads(again.read_text())["steps"]["chunk"]
+    assert step["families_us"] == {PRODUCTS: 600.0, "experts": 20.0}
+    assert step["floors_us"] == record["floors_us"]
+    assert f"| {PRODUCTS} | 600 | 96.8 % | 240 | 2.50 |" in table.read_text()
+    assert "| experts | 20 | 3.2 % | - | - |" in table.read_text()
+
+
 def test_floors_of_the_published_step():
     """Catches bytes counted per token instead of per step: the experts are read once, not 100 times."""
     from floors import StepShape, floors
