@@ -7,13 +7,14 @@
     python test/run_suite.py --backend cpu --partition-id 0 --partition-size 2
 
 Each suite runs in a pytest process of its own, so that one suite's memory and settings do not reach
-the next. The closing lines count passed, failed and skipped tests, and say why tests were skipped.
+the next; one that compiles and interprets kernels in two, side by side. The closing lines count passed, failed and skipped tests, and say why tests were skipped.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import os
 import subprocess
 import sys
@@ -38,6 +39,8 @@ from sglang.test.ci.ci_register import (  # noqa: E402
 SLOWEST_SHOWN = 8
 FIRST_SUITES = ("unit", "kernels", "attention", "e2e")
 PYTEST_RAN_NOTHING = 5
+PROCESSES = {"kernels": 2}
+"""Suites whose tests watch no clock, and into how many processes they are divided."""
 
 
 @dataclass
@@ -121,21 +124,49 @@ def run_suite(name: str, tests: list[CIRegistry], pytest_args: list[str]) -> Out
     print(
         f"== {name}: {len(tests)} files, about {sum(t.est_time for t in tests):.0f} s", flush=True
     )
-    environment = dict(os.environ)
-    paths = [str(SOURCE), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
-    started = time.monotonic()
+    started, outcome = time.monotonic(), Outcome()
+    count = min(PROCESSES.get(name, 1), os.cpu_count() or 1, len(tests))
     with tempfile.TemporaryDirectory(prefix="run-suite-") as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}"]
-        command += [*pytest_args, *(test.filename for test in tests)]
-        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-        outcome = read_report(report) if report.is_file() else Outcome()
-    if status not in (0, PYTEST_RAN_NOTHING) and outcome.failed == 0:
-        print(f"{name}: pytest ended with status {status}", flush=True)
-        outcome.failed = 1
+        parts = [
+            _Part(name, auto_partition(tests, i, count), pytest_args, Path(folder) / str(i))
+            for i in range(count)
+        ]
+        for part in parts:
+            outcome.add(part.finish())
     outcome.seconds = time.monotonic() - started
     return outcome
+
+
+class _Part:
+    """One pytest process; the first shows its progress at once, others when they are finished."""
+
+    def __init__(
+        self, name: str, tests: list[CIRegistry], pytest_args: list[str], folder: Path
+    ) -> None:
+        folder.mkdir()
+        self._name = name
+        self._report = folder / "report.xml"
+        self._shown = folder / "output.txt" if folder.name != "0" else None
+        environment = dict(os.environ)
+        paths = [str(SOURCE), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={self._report}"]
+        command += [*pytest_args, *(test.filename for test in tests)]
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(self._shown.open("wb")) if self._shown else None
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output
+            )
+
+    def finish(self) -> Outcome:
+        status = self._process.wait()
+        if self._shown is not None:
+            print(self._shown.read_text(encoding="utf-8", errors="replace"), flush=True)
+        outcome = read_report(self._report) if self._report.is_file() else Outcome()
+        if status not in (0, PYTEST_RAN_NOTHING) and outcome.failed == 0:
+            print(f"{self._name}: pytest ended with status {status}", flush=True)
+            outcome.failed = 1
+        return outcome
 
 
 def print_summary(outcomes: dict[str, Outcome]) -> Outcome:

@@ -57,6 +57,20 @@ def options(**changes) -> argparse.Namespace:
     return argparse.Namespace(**{**values, **changes})
 
 
+def test_a_suite_in_two_processes(runner, add, capfd):
+    """A file that no process or both run, a failure or an output lost in the second one."""
+    for i, more in enumerate(("", 'def test_no(): raise ValueError("from the second")', "")):
+        add(f"test_k{i}.py", suite="kernels", more=more)
+    add("test_alone.py")
+    suites = runner.select(options())
+    outcome = runner.run_suite("kernels", suites["kernels"], [])
+    assert (outcome.passed, outcome.failed, outcome.skipped) == (3, 1, 3)
+    shown = capfd.readouterr().out
+    assert "from the second" in shown and shown.count(" passed") == min(2, runner.os.cpu_count())
+    alone = runner.run_suite("kernels", suites["unit"], [])
+    assert (alone.passed, alone.failed) == (1, 0)
+
+
 def test_selects_by_backend_suite_and_cadence(runner, add, capsys):
     add("test_e.py", "e2e")
     add("test_u.py")
