@@ -7,7 +7,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kernel_cases import run_cases
 
-register_cpu_ci(est_time=70, suite="kernels")
+register_cpu_ci(est_time=35, suite="kernels")
 
 
 def test_models_agree_with_the_cpu_path_in_the_interpreter():

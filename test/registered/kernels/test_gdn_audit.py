@@ -6,7 +6,7 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=90, suite="kernels")
+register_cpu_ci(est_time=35, suite="kernels")
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

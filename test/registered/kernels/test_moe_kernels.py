@@ -9,7 +9,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kernel_cases import run_cases
 
-register_cpu_ci(est_time=45, suite="kernels")
+register_cpu_ci(est_time=22, suite="kernels")
 register_cuda_ci(est_time=40, stage="base-b", runner_config="1-gpu-large")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from sglang.test.ci.ci_register import register_amd_ci, register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=70, suite="kernels")
+register_cpu_ci(est_time=40, suite="kernels")
 register_cuda_ci(est_time=30, stage="base-b", runner_config="1-gpu-large")
 register_amd_ci(est_time=30, suite="stage-b-test-1-gpu-large-amd")
 register_amd_ci(est_time=30, suite="stage-b-test-1-gpu-small-amd-mi35x")
