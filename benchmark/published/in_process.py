@@ -3,8 +3,9 @@
     PYTHONPATH=python python benchmark/published/in_process.py --out in_process.json --published-capacity
 
 What run.py measures from outside, this measures from inside: no sockets, no detokenizing, and no server
-to start for every arm, so all of it fits into three minutes. Prompts are all there at the start. Words
-after `--` are further server flags. JSON is written after every run.
+to start for every arm, so all of it fits into three minutes. Prompts are all there at the start.
+`--workloads published,small,sweep` adds the small set-ups and 1 to 25 requests of 8k/512. Words after
+`--` are further server flags. JSON is written after every run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,23 @@ import numpy as np
 from machine import describe_machine
 from setups import (
     ACCEPT_LENGTH,
+    ARMS,
     DEMO,
     DEMO_FLAGS,
     PUBLISHED,
     PUBLISHED_FLAGS,
+    SMALL,
     Workload,
     flags_of_arm,
     model_directory,
 )
 
 WARM_UP = Workload("warm-up", 2, 9_000, 24, 2)
+WORKLOADS = {
+    "published": (PUBLISHED,),
+    "small": SMALL,
+    "sweep": tuple(Workload(f"{n} x 8k/512", n, 8_192, 512, n) for n in (1, 4, 8, 16, 25)),
+}
 
 
 @dataclass
@@ -133,13 +141,13 @@ def main() -> None:
     args = _parse()
     os.environ.setdefault("SGLANG_SIMULATE_ACC_LEN", str(ACCEPT_LENGTH))
     os.environ.setdefault("SGLANG_SIMULATE_ACC_TOKEN_MODE", "real-draft-token")
-    workload, common = (DEMO, DEMO_FLAGS) if args.demo else (PUBLISHED, PUBLISHED_FLAGS)
+    common = DEMO_FLAGS if args.demo else PUBLISHED_FLAGS
+    workloads = (DEMO,) if args.demo else [w for name in args.workloads for w in WORKLOADS[name]]
     turns: list[Turn] = []
     stop = time.monotonic() + args.budget_s
     with model_directory("demo" if args.demo else args.model_path) as path:
         for number in range(args.rounds):
-            arms = args.arms.split(",")
-            for name in arms if number % 2 == 0 else arms[::-1]:
+            for name in args.arms if number % 2 == 0 else args.arms[::-1]:
                 if time.monotonic() > stop:
                     break
                 flags = flags_of_arm(
@@ -147,10 +155,11 @@ def main() -> None:
                 )
                 arm = Arm(name, ["--model-path", path, *flags])
                 arm.run(DEMO if args.demo else WARM_UP)
-                turns.append(arm.run(workload))
+                for workload in workloads:
+                    turns.append(arm.run(workload))
+                    _write(args.out, turns)
+                    print(json.dumps(vars(turns[-1])), flush=True)
                 arm.close()
-                _write(args.out, turns)
-                print(json.dumps(vars(turns[-1])), flush=True)
 
 
 def _write(out: Path, turns: list[Turn]) -> None:
@@ -162,13 +171,32 @@ def _write(out: Path, turns: list[Turn]) -> None:
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
+def _names(known: Collection[str]) -> Callable[[str], list[str]]:
+    """A parser of comma-separated names, each of them known."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return names
+
+    return parse
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     parser.add_argument("--model-path", help="folder of a checkpoint or of a config.json alone")
-    parser.add_argument("--arms", default="off,on", help="off,on")
+    parser.add_argument("--arms", type=_names(ARMS), default=["off", "on"], help="off,on")
+    parser.add_argument(
+        "--workloads",
+        type=_names(WORKLOADS),
+        default=["published"],
+        help="of published,small,sweep",
+    )
     parser.add_argument("--rounds", type=int, default=2, help="times that each arm has its turn")
     parser.add_argument("--budget-s", type=float, default=500.0, help="start no turn after this")
     parser.add_argument("--demo", action="store_true", help="bundled model on the CPU, tiny")
