@@ -22,8 +22,8 @@ matplotlib.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-COLOURS = {"off": "#b5482a", "on": "#1f6f8b", "deferred": "#4b8b3b"}
-LABELS = {"off": "default verify", "on": "lossless verify", "deferred": "lossless, deferred commit"}
+COLOURS = {"off": "#b5482a", "on": "#1f6f8b"}
+LABELS = {"off": "default verify", "on": "lossless verify"}
 Run = dict[str, Any]
 
 

@@ -29,11 +29,10 @@ DEMO_FLAGS = [
 ARMS = {
     "off": [],
     "on": ["--enable-linear-lossless-verify"],
-    "deferred": ["--enable-linear-lossless-verify", "--linear-lossless-commit", "deferred"],
 }
 """Arm -> its flags. `off` keeps a copy of the state for every draft token, as others do."""
 
-PUBLISHED_TOKENS = {"off": 498_880, "on": 788_224, "deferred": 788_224}
+PUBLISHED_TOKENS = {"off": 498_880, "on": 788_224}
 ACCEPT_LENGTH = 3.5
 
 
