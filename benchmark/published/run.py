@@ -304,9 +304,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, help="requests of a run (25)")
     parser.add_argument("--input-len", type=int, help="tokens of a prompt (26000)")
     parser.add_argument("--output-len", type=int, help="tokens of an answer (2000)")
-    parser.add_argument(
-        "--arms", type=words_of(ARMS), default=["off", "on"], help="off,on"
-    )
+    parser.add_argument("--arms", type=words_of(ARMS), default=["off", "on"], help="off,on")
     parser.add_argument("--rounds", type=int, default=1, help="times that each arm has its turn")
     parser.add_argument("--repeats", type=int, default=2, help="measured runs in each turn")
     parser.add_argument("--warmup", choices=("short", "full"), default="short")
