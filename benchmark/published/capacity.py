@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from setups import ROOT
+from setups import ROOT, check_output
 
 from sglang.srt.configs.draft_config import DraftConfig
 from sglang.srt.configs.model_config import ModelConfig
@@ -158,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not 0 < args.mem_fraction_static < 1 or args.device_memory_gb <= 0:
         parser.error("--device-memory-gb must be above 0 and --mem-fraction-static between 0 and 1")
+    check_output(parser, "--out", args.out)
     records = [record_of(s, args.device_memory_gb, args.mem_fraction_static) for s in SETUPS]
     print(table(records, args.device_memory_gb, args.mem_fraction_static))
     if args.out is not None:

@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,9 @@ from setups import (
     PUBLISHED_FLAGS,
     SMALL,
     Workload,
+    check_output,
     flags_of_arm,
+    in_plain_words,
     model_directory,
 )
 
@@ -137,8 +140,13 @@ class Arm:
             torch.cuda.empty_cache()
 
 
-def main() -> None:
-    args = _parse()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the turns. 0, 1 if there was no time for a single one, 2 for what cannot run."""
+    args = _parse(argv)
+    return in_plain_words(lambda: _measure(args))
+
+
+def _measure(args: argparse.Namespace) -> int:
     os.environ.setdefault("SGLANG_SIMULATE_ACC_LEN", str(ACCEPT_LENGTH))
     os.environ.setdefault("SGLANG_SIMULATE_ACC_TOKEN_MODE", "real-draft-token")
     common = DEMO_FLAGS if args.demo else PUBLISHED_FLAGS
@@ -160,6 +168,9 @@ def main() -> None:
                     _write(args.out, turns)
                     print(json.dumps(vars(turns[-1])), flush=True)
                 arm.close()
+    if not turns:
+        print(f"error: --budget-s {args.budget_s:g} left no time for a turn", file=sys.stderr)
+    return 0 if turns else 1
 
 
 def _write(out: Path, turns: list[Turn]) -> None:
@@ -184,7 +195,7 @@ def _names(known: Collection[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def _parse() -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -206,8 +217,12 @@ def _parse() -> argparse.Namespace:
         help="limit each arm's KV pool to the tokens published for its H100 run",
     )
     parser.add_argument("more", nargs="*", help="server flags, after --")
-    return parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: must be at least 1")
+    check_output(parser, "--out", args.out)
+    return args
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -35,18 +35,27 @@ from kernel_table import (
     reclassified,
 )
 from machine import describe_machine
-from setups import ACCEPT_LENGTH, ARMS, DEMO_FLAGS, PUBLISHED_FLAGS, model_directory
+from setups import (
+    ACCEPT_LENGTH,
+    ARMS,
+    DEMO_FLAGS,
+    PUBLISHED_FLAGS,
+    check_output,
+    in_plain_words,
+    model_directory,
+)
 
 TAIL_TOKENS = 65
 """Tokens of a prompt that are computed after the jump: at least one must be, and a page is 64."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build the engine, reach the context, profile, write."""
+    """Build the engine, reach the context, profile, write. 0, or 2 for what cannot run."""
     args = read_arguments(sys.argv[1:] if argv is None else list(argv))
-    if args.from_json is not None:
-        write_again(args)
-        return 0
+    return in_plain_words(lambda: write_again(args) if args.from_json else measure(args))
+
+
+def measure(args: argparse.Namespace) -> int:
     os.environ.setdefault("SGLANG_SIMULATE_ACC_LEN", str(ACCEPT_LENGTH))
     with model_directory("demo" if args.demo else args.model_path) as model_path:
         bench = StepBench(args, model_path)
@@ -72,14 +81,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_again(args: argparse.Namespace) -> None:
+def write_again(args: argparse.Namespace) -> int:
     """A stored profile with families as they are sorted today; times and floors stay."""
-    document = json.loads(args.from_json.read_text())
-    document["steps"] = {title: reclassified(r) for title, r in document["steps"].items()}
-    tables = [markdown_of(title, r, r["floors_us"]) for title, r in document["steps"].items()]
+    try:
+        document = json.loads(args.from_json.read_text())
+        document["steps"] = {title: reclassified(r) for title, r in document["steps"].items()}
+        tables = [markdown_of(title, r, r["floors_us"]) for title, r in document["steps"].items()]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--from-json {args.from_json} is no profile that this script wrote "
+            f"({type(error).__name__}: {error}); give its --out file"
+        ) from error
     args.out.write_text(json.dumps(document, indent=1) + "\n")
     if args.markdown is not None:
         args.markdown.write_text("\n".join(tables))
+    return 0
 
 
 class StepBench:
@@ -250,6 +266,10 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {vars(args)[name]}: must be at least 1")
     if args.context <= TAIL_TOKENS:
         parser.error(f"--context {args.context}: must be above {TAIL_TOKENS}")
+    if args.prefill_chunks < 0:
+        parser.error(f"--prefill-chunks {args.prefill_chunks}: must be at least 0")
+    check_output(parser, "--out", args.out)
+    check_output(parser, "--markdown", args.markdown)
     return args
 
 

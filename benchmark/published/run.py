@@ -37,6 +37,7 @@ from setups import (
     PUBLISHED_FLAGS,
     SMALL,
     Workload,
+    check_output,
     flags_of_arm,
     model_directory,
 )
@@ -330,8 +331,12 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if args.small and (args.demo or args.concurrency):
         parser.error("--small is a workload of its own; leave out --demo and --concurrency")
-    if not args.out.parent.is_dir():
-        parser.error(f"--out {args.out}: no folder {args.out.parent}")
+    if not args.accept_length >= 1:
+        parser.error(f"--accept-length {args.accept_length:g}: must be at least 1, the bonus token")
+    if not args.sample_s > 0:
+        parser.error(f"--sample-s {args.sample_s:g}: must be above 0")
+    check_output(parser, "--out", args.out)
+    check_output(parser, "--markdown", args.markdown)
     return args
 
 

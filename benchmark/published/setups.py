@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +81,21 @@ SMALL_REFERENCES = {
     "8 x 4k/512": "SGLang 0.5.17 on one H200: 1,560 tok/s, with ReplaySSM 1,650 tok/s",
     "1 x 4k/512": "SGLang 0.5.17 on one H200: TPOT 2.31 ms",
 }
+
+
+def check_output(parser: argparse.ArgumentParser, flag: str, path: Path | None) -> None:
+    """Refuse a file whose folder is missing before anything is measured, not after."""
+    if path is not None and not path.parent.is_dir():
+        parser.error(f"{flag} {path}: no folder {path.parent}; make it first")
+
+
+def in_plain_words(measure: Callable[[], int]) -> int:
+    """The exit status of ``measure``; 2 and one line for a model, flag or file that cannot be used."""
+    try:
+        return measure()
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 @contextmanager

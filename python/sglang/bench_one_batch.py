@@ -153,7 +153,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, args = read_arguments(sys.argv[1:] if argv is None else argv)
         if options.result_filename:
-            Path(options.result_filename).open("a", encoding="utf-8").close()
+            try:
+                Path(options.result_filename).open("a", encoding="utf-8").close()
+            except OSError as error:
+                raise BenchError(
+                    f"--result-filename {options.result_filename}: cannot be written "
+                    f"({error.strerror}); name a file in a folder that is there"
+                ) from error
         run(options, args)
     except (BenchError, MemoryPlanError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

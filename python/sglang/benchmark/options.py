@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -117,6 +118,10 @@ class ServingOptions:
             raise BenchError(
                 f"--dataset-name {self.dataset_name} needs --dataset-path FILE (nothing is "
                 "downloaded); random-ids needs no file"
+            )
+        if self.dataset_path is not None and not Path(self.dataset_path).is_file():
+            raise BenchError(
+                f"--dataset-path {self.dataset_path}: no such file; --dataset-name random-ids needs none"
             )
         if self.tokenize_prompt and self.kind.route == "chat":
             raise BenchError(

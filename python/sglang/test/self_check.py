@@ -127,6 +127,8 @@ def main(argv: list[str] | None = None, *, write: Callable[[str], object] = prin
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     device = parser.parse_args(argv).device
     device = detect_device() if device == "auto" else device
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: no GPU is visible to this process; use --device cpu")
     what = torch.cuda.get_device_name(0) if device == "cuda" else "this CPU"
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:

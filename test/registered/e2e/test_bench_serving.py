@@ -171,6 +171,39 @@ def test_a_batch_that_cannot_run(argv, why, capsys, tmp_path, monkeypatch):
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "why"),
+    [
+        ("in_process.py", "--demo --out no/such/x", "--out no/such/x: no folder no/such"),
+        ("in_process.py", "--demo --out {out} --arms fast", "--arms: 'fast' is not one of off"),
+        ("in_process.py", "--demo --out {out} --rounds 0", "--rounds 0"),
+        ("in_process.py", "--out {out} --model-path no/model", "no config.json at 'no/model'"),
+        ("profile_step.py", "--demo --out no/such/x", "--out no/such/x: no folder no/such"),
+        ("profile_step.py", "--out {out} --model-path no/model", "no config.json at 'no/model'"),
+        (
+            "profile_step.py",
+            "--out {out} --from-json {bad}",
+            "is no profile that this script wrote",
+        ),
+        ("run.py", "--demo --out {out} --accept-length nan", "--accept-length nan"),
+        ("run.py", "--demo --out {out} --sample-s 0", "--sample-s 0"),
+        ("capacity.py", "--out no/such/x", "--out no/such/x: no folder no/such"),
+    ],
+)
+def test_a_published_script_says_what_it_cannot_use(name, words, why, tmp_path):
+    """Catches a traceback, and a figure that is lost because its file cannot be written."""
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    shown = script(name, *words.format(out=tmp_path / "x.json", bad=bad).split(), status=2)
+    assert why in shown and "Traceback" not in shown
+
+
+def test_no_time_for_a_turn_is_no_success(tmp_path):
+    out = tmp_path / "x.json"
+    shown = script("in_process.py", "--demo", "--out", out, "--budget-s", -1, status=1)
+    assert "--budget-s -1 left no time" in shown and not out.exists()
+
+
 def script(name, *words, status=0):
     """Run one of the published scripts; return what it printed."""
     command = [sys.executable, str(ROOT / "benchmark" / "published" / name), *map(str, words)]

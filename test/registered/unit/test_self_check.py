@@ -50,6 +50,15 @@ def test_a_wrong_device_is_found_and_told_the_way_out(fault, words, monkeypatch)
     )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_missing_gpu_is_named(capsys):
+    """Catches PyTorch's own traceback in place of a sentence."""
+    with pytest.raises(SystemExit) as stop:
+        main(["--device", "cuda"])
+    assert stop.value.code == 2
+    assert "--device cuda: no GPU is visible" in capsys.readouterr().err
+
+
 def test_not_a_number_is_wrong():
     """A comparison with NaN is false either way round."""
     assert not Finding("x", float("nan"), 1.0).is_good
