@@ -15,7 +15,13 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from sglang.parity.client import Client, NativeClient, OpenAIClient, ServerError
+from sglang.parity.client import (
+    Client,
+    NativeClient,
+    OpenAIClient,
+    ServerError,
+    check_listening,
+)
 from sglang.parity.report import (
     NOT_COMPARED,
     VERDICTS,
@@ -29,6 +35,9 @@ from sglang.parity.servers import LAUNCHER
 from sglang.parity.workloads import WORKLOADS, Sizes
 from sglang.srt.arg_groups.basic_hook import detect_device
 from sglang.version import __version__
+
+ALGORITHMS = ("EAGLE", "NEXTN", "DFLASH", "DSPARK")
+"""Those that lossless verify serves; asked for before the first server starts."""
 
 LOSSLESS = "--enable-linear-lossless-verify"
 NO_CACHE = "--disable-radix-cache"
@@ -171,10 +180,16 @@ def _is_small(args: argparse.Namespace, server_flags: list[str]) -> bool:
 
 
 def _check_writable(args: argparse.Namespace) -> None:
-    """Fail before hours of work, not after. Raises: OSError for a report that cannot be written."""
-    for name in (args.json, args.html):
+    """Fail before hours of work, not after. Raises: ValueError for a report that cannot be written."""
+    for flag, name in (("--json", args.json), ("--html", args.html)):
         if name:
-            Path(name).open("a", encoding="utf-8").close()
+            try:
+                Path(name).open("a", encoding="utf-8").close()
+            except OSError as error:
+                raise ValueError(
+                    f"{flag} {name}: cannot be written ({error.strerror}); name a file in a folder "
+                    "that is there"
+                ) from error
 
 
 def _run_attached(args: argparse.Namespace, server_flags: list[str], job: Job) -> AlgorithmReport:
@@ -184,6 +199,10 @@ def _run_attached(args: argparse.Namespace, server_flags: list[str], job: Job) -
     left, right = args.attach
     if left.rstrip("/") == right.rstrip("/"):
         raise ValueError(f"--attach {left} {right}: both are the same server")
+    for url in args.attach:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"--attach {url}: an address begins with http:// or https://")
+        check_listening(url)
     make: type[NativeClient] | type[OpenAIClient]
     make = NativeClient if args.protocol == "native" else OpenAIClient
 
@@ -202,12 +221,16 @@ def _run_started(
         name = flag.partition("=")[0]
         if name in CHOSEN_HERE:
             raise ValueError(f"{name}: {CHOSEN_HERE[name]}")
+    algorithms = _names(args.algorithms, "--algorithms")
+    for algorithm in algorithms:
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"--algorithms {algorithm}: choose of {', '.join(ALGORITHMS)}")
     drafts = _drafts(args)
     common = ["--model-path", args.model_path, *server_flags]
     if args.api_key:
         common += ["--api-key", args.api_key]
     reports = []
-    for algorithm in _names(args.algorithms, "--algorithms"):
+    for algorithm in algorithms:
         flags = [*common, "--speculative-algorithm", algorithm]
         if algorithm in drafts:
             flags += ["--speculative-draft-model-path", drafts[algorithm]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +103,16 @@ def request_json(
         return json.loads(text)
     except json.JSONDecodeError:
         return {"text": text}
+
+
+def check_listening(url: str) -> None:
+    """Find a dead server before the other one has run. Raises: ServerError if nothing listens."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise ServerError(f"{url}: {error}; is the server running there?") from error
 
 
 class NativeClient:

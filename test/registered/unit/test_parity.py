@@ -267,19 +267,29 @@ def test_page_is_well_formed_and_escapes():
         ([], "--model-path"),
         (["--model-path", "demo", "--workloads", "single,double"], "single,double"),
         (["--model-path", "demo", "--algorithms", ","], "--algorithms"),
+        (["--model-path", "demo", "--algorithms", "NEXTN,FAST"], "--algorithms FAST: choose of"),
         (["--model-path", "demo", "--port", "1"], "--port"),
         (["--model-path", "demo", "--enable-linear-lossless-verify"], "one of the two"),
         (["--model-path", "demo", "--speculative-algorithm=NEXTN"], "--algorithms"),
         (["--model-path", "demo", "--draft-model-path", "DFLASH"], "ALGORITHM=PATH"),
         (["--attach", "http://a", "http://a/"], "same server"),
+        (["--attach", "here", "http://a"], "--attach here: an address begins with"),
         (["--attach", "http://a", "http://b", "--page-size", "1"], "--page-size"),
-        (["--model-path", "demo", "--json", "/no/such/folder/x.json"], "/no/such/folder"),
+        (["--model-path", "demo", "--json", "/no/such/folder/x.json"], "--json /no/such/folder"),
         (["--attach", "http://127.0.0.1:1", "http://127.0.0.1:2"], "is the server running"),
     ],
 )
 def test_bad_command_lines_end_with_2_and_a_sentence(words, named, capsys):
     assert main(words) == NOT_COMPARED
     assert named in capsys.readouterr().err
+
+
+def test_a_dead_second_server_is_found_before_the_first_one_runs(servers, capsys):
+    """Catches minutes of work on one server for a comparison that cannot be made."""
+    left = servers[0]
+    assert main(["--attach", left, "http://127.0.0.1:1"]) == NOT_COMPARED
+    shown = capsys.readouterr().err
+    assert "http://127.0.0.1:1: " in shown and "run 1" not in shown
 
 
 def test_position_of_a_character_in_tokens():
