@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.managers.schedule_batch import DecodePlan, Req, StepResult
-from sglang.srt.managers.step_output import edit_verify_logits, output_logprobs, unedited
+from sglang.srt.managers.step_output import edit_and_accept, output_logprobs, unedited
 from sglang.srt.model_executor.cuda_graph_runner import (
     GraphedCall,
     GraphSizes,
@@ -36,7 +36,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     LogitsOutput,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.speculative.accept_rule import AcceptRule, VerifyRows
+from sglang.srt.speculative.accept_rule import AcceptRule
 from sglang.srt.speculative.device_drafter import DeviceDrafter
 from sglang.srt.speculative.drafter import Proposal
 
@@ -219,16 +219,7 @@ class DeviceDecode:
             logits = logits.float()
         raw = unedited(reqs, logits)
         proposal = Proposal(tokens=candidates[:, 1:])
-        edit_verify_logits(reqs, logits, proposal)
-        verdict = self._accept_rule.accept(
-            VerifyRows(
-                candidates=candidates,
-                logits=logits,
-                states=[r.sampling for r in reqs],
-                positions=[r.num_tokens for r in reqs],
-                proposal=proposal,
-            )
-        )
+        verdict = edit_and_accept(self._accept_rule, reqs, candidates, logits, proposal)
         if count < padded:
             step.correct.fill_(NOBODY)
         step.correct[:count].copy_(verdict.correct)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sglang.srt.managers.schedule_batch import DecodePlan, StepResult
 from sglang.srt.managers.step_output import (
-    edit_verify_logits,
+    edit_and_accept,
     output_logprobs,
     sample_next,
     unedited,
@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.track import crossing_step
 from sglang.srt.model_executor.batch_tensors import make_forward_batch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, LogitsOutput
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.speculative.accept_rule import AcceptRule, Verdict, VerifyRows
+from sglang.srt.speculative.accept_rule import AcceptRule, Verdict
 from sglang.srt.speculative.drafter import DraftBatch, Drafter, TokenHistory
 from sglang.srt.speculative.tree import compact_output, flat_rows, kv_moves, place_tree
 from sglang.srt.utils.upload import upload_ids
@@ -103,16 +103,7 @@ class HostDecode:
         output = self._runner.forward(fb)
         logits = output.logits
         raw = unedited(reqs, logits)
-        edit_verify_logits(reqs, logits, proposal)
-        verdict = self._accept_rule.accept(
-            VerifyRows(
-                candidates=candidates,
-                logits=logits,
-                states=[r.sampling for r in reqs],
-                positions=[r.num_tokens for r in reqs],
-                proposal=proposal,
-            )
-        )
+        verdict = edit_and_accept(self._accept_rule, reqs, candidates, logits, proposal)
         tracked = self._commit_verify(plan, fb, verdict)
         if verdict.paths is not None:
             output = self._compact(fb, output, verdict.paths)

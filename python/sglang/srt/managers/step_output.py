@@ -11,6 +11,7 @@ from sglang.srt.layers.sampler import sample, token_logprobs
 from sglang.srt.managers.io_struct import TokenLogprob
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_batch import SamplingBatch
+from sglang.srt.speculative.accept_rule import AcceptRule, Verdict, VerifyRows
 from sglang.srt.speculative.drafter import Proposal
 from sglang.srt.utils.upload import upload_ids
 
@@ -26,6 +27,22 @@ def sample_next(reqs: Sequence[Req], logits: Tensor) -> Tensor:
         [r.sampling for r in reqs], [r.num_tokens for r in reqs], 1, logits.device
     )
     return sample(logits, batch)
+
+
+def edit_and_accept(
+    rule: AcceptRule, reqs: Sequence[Req], candidates: Tensor, logits: Tensor, proposal: Proposal
+) -> Verdict:
+    """Edit logits [R * D, vocab] in place, then decide which of candidates [R, D] are kept."""
+    edit_verify_logits(reqs, logits, proposal)
+    return rule.accept(
+        VerifyRows(
+            candidates=candidates,
+            logits=logits,
+            states=[r.sampling for r in reqs],
+            positions=[r.num_tokens for r in reqs],
+            proposal=proposal,
+        )
+    )
 
 
 def edit_verify_logits(reqs: Sequence[Req], logits: Tensor, proposal: Proposal) -> None:
