@@ -14,7 +14,6 @@ import argparse
 import importlib
 import importlib.util
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +44,7 @@ from sglang.kernels.ops.attention.fla.prefill_plan import (
 from sglang.kernels.ops.mamba import conv_kernels
 from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_fn
 from sglang.kernels.ops.mamba.conv_launch import PREFILL_TILE, ConvTile
+from sglang.test.graph_timing import graph_us
 
 BYTES_PER_US = 4.3e6  # an H200's measured streaming rate
 MODELS = {"35B": (16, 32), "27B": (16, 48)}
@@ -130,28 +130,6 @@ def conv_tiles() -> Iterator[ConvTile]:
         (32, 4, 1024, 4),
     ):
         yield ConvTile(tokens, rows, block, warps)
-
-
-def graph_us(calls: list[Callable[[], object]], blocks: int = 5, replays: int = 3) -> float:
-    """Median time of one call, from a graph of all of ``calls``."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(blocks):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / (replays * len(calls)))
-    return statistics.median(times)
 
 
 def distance(got: Tensor, want: Tensor) -> float:

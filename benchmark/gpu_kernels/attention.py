@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -35,6 +34,7 @@ from sglang.kernels.ops.attention.paged.launch import (
 )
 from sglang.kernels.ops.attention.paged.op import SplitWorkspace, paged_attention
 from sglang.kernels.ops.attention.paged.store import NormRope, norm_rope_store, store_kv
+from sglang.test.graph_timing import graph_us
 
 BYTES_PER_US = 4.3e6  # an H200's measured streaming rate
 FLOP_PER_US = 7.9e8  # its measured rate of a large bf16 product
@@ -169,28 +169,6 @@ class Case:
 
 def draw(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=BF16)
-
-
-def graph_us(calls: Sequence[Callable[[], object]], blocks: int = 5, replays: int = 3) -> float:
-    """Median time of one call, from a graph of all of ``calls``."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(blocks):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / (replays * len(calls)))
-    return statistics.median(times)
 
 
 RULES = (
