@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from sglang.srt.managers.io_struct import FlushCacheReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.scheduler_builder import graph_sizes
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.engine_harness import InProcessEngine
 
@@ -72,6 +76,19 @@ def test_runs_ahead_without_a_prefix_cache():
     want = InProcessEngine("demo", **HOST).generate(PROMPTS, max_new_tokens=30)
     assert engine.generate(PROMPTS, max_new_tokens=30) == want
     assert max(ahead) == 1
+
+
+def test_graph_sizes_that_no_step_has_are_named(caplog):
+    """Catches graphs captured for more requests than ever run, without a word."""
+    plan = InProcessEngine("demo", max_running_requests=3).built.plan
+    args = ServerArgs("demo", cuda_graph_bs=[1, 2, 8, 64], cuda_graph_max_bs=64)
+    with caplog.at_level(logging.INFO):
+        assert graph_sizes(args, plan) == [1, 2, 3]
+    (line,) = caplog.messages
+    assert line.startswith("--cuda-graph-bs 8 64 ") and "at most 3 requests run at once" in line
+    caplog.clear()
+    assert graph_sizes(ServerArgs("demo", cuda_graph_bs=[1, 3]), plan) == [1, 3]
+    assert not caplog.messages
 
 
 def test_prompt_chunks_do_not_queue_up():

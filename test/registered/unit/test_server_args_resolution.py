@@ -17,6 +17,7 @@ from sglang.srt.arg_groups.attention_hook import (
     handle_linear_attn_backend,
     validate_linear_lossless_verify,
 )
+from sglang.srt.arg_groups.basic_hook import handle_cuda_graphs, reachable_graph_sizes
 from sglang.srt.arg_groups.mamba_hook import handle_mamba_radix_cache
 from sglang.srt.arg_groups.not_in_this_build import NOT_IN_THIS_BUILD
 from sglang.srt.arg_groups.pipeline import STEPS, run_resolution_pipeline
@@ -68,6 +69,64 @@ def test_defaults_on_a_gpu(model, monkeypatch):
     assert args.chunked_prefill_size == 8192
     assert args.cuda_graph_max_bs == 20 and args.cuda_graph_bs[-1] == 20
     assert args.cuda_graph_bs == sorted(set(args.cuda_graph_bs))
+
+
+@pytest.mark.parametrize(
+    ("values", "lines"),
+    [
+        (
+            {"device": "cpu", "cuda_graph_bs": [4, 2]},
+            ["--cuda-graph-bs 4 2: ignored, --device cpu captures no CUDA graphs"],
+        ),
+        (
+            {"device": "cpu", "cuda_graph_max_bs": 8},
+            ["--cuda-graph-max-bs 8: ignored, --device cpu captures no CUDA graphs"],
+        ),
+        ({"device": "cpu", "disable_cuda_graph": True}, []),
+        (
+            {"disable_cuda_graph": True, "cuda_graph_bs": [2], "cuda_graph_max_bs": 2},
+            [
+                "--cuda-graph-bs 2 and --cuda-graph-max-bs 2: --disable-cuda-graph captures no "
+                "graphs; steps are only padded to these sizes"
+            ],
+        ),
+        (
+            {"cuda_graph_bs": [4, 1, 4], "cuda_graph_max_bs": 8},
+            ["--cuda-graph-max-bs 8 becomes 4, the largest of --cuda-graph-bs"],
+        ),
+        ({"cuda_graph_bs": [4, 1, 4]}, []),
+        ({"disable_cuda_graph": True}, []),
+    ],
+    ids=str,
+)
+def test_graph_sizes_that_become_no_graphs_are_named(values, lines, caplog):
+    """Catches sizes that are dropped without a word."""
+    with caplog.at_level(logging.WARNING):
+        args = handle_cuda_graphs(ServerArgs("m", **{"device": "cuda", **values}))
+    assert caplog.messages == lines
+    if args.device == "cuda" and values.get("cuda_graph_bs", [2]) != [2]:
+        assert args.cuda_graph_bs == [1, 4] and args.cuda_graph_max_bs == 4
+
+
+def test_graph_sizes_are_one_at_least():
+    with pytest.raises(ValueError, match="--cuda-graph-bs names no size"):
+        handle_cuda_graphs(ServerArgs("m", device="cuda", cuda_graph_bs=[]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "reachable"),
+    [
+        ([1, 2, 4], 4, [1, 2, 4]),
+        ([1, 2, 4], 3, [1, 2, 3]),
+        ([1, 64, 128], 48, [1, 48]),
+        ([1, 2], 48, [1, 2]),
+        ([9], 1, [1]),
+        ([], 5, []),
+    ],
+)
+def test_graph_sizes_stop_at_the_running_requests(sizes, most, reachable):
+    """Catches graphs that are captured, and paid for, although no step ever has their size."""
+    assert reachable_graph_sizes(sizes, most) == reachable
 
 
 def test_resolving_changes_nothing_in_the_record_passed_in(model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PAGE_SIZE = 64
 DEFAULT_CHUNK_TOKENS = {"cuda": 8192, "cpu": 512}
+DEFAULT_MAX_RUNNING = {"cuda": 128, "cpu": 16}
+"""Used where neither the flag nor speculative decoding sets ``--max-running-requests``."""
 MAX_DEFAULT_CPU_THREADS = 8
 MAX_DEFAULT_GRAPH_BATCH = 256
 _KV_DTYPE_ALIASES = {"bf16": "bfloat16"}
@@ -91,22 +94,61 @@ def handle_page_and_chunk(args: ServerArgs) -> ServerArgs:
 def handle_cuda_graphs(args: ServerArgs) -> ServerArgs:
     """Choose the batch sizes that graphs are captured for; none on the CPU.
 
-    Without graphs steps are padded to the same sizes, so that graphs change no result.
+    Without graphs steps are padded to the same sizes, so that graphs change no result. Sizes that are
+    given and do not become graphs are named in a warning.
     """
+    if args.cuda_graph_bs == []:
+        raise ValueError("--cuda-graph-bs names no size; give at least one, or leave it out")
+    asked = _asked_graph_sizes(args)
     if args.device == "cpu":
+        if asked:
+            logger.warning("%s: ignored, --device cpu captures no CUDA graphs", asked)
         return replace(args, disable_cuda_graph=True, cuda_graph_max_bs=None, cuda_graph_bs=None)
+    if asked and args.disable_cuda_graph:
+        logger.warning(
+            "%s: --disable-cuda-graph captures no graphs; steps are only padded to these sizes",
+            asked,
+        )
     if args.cuda_graph_bs:
-        sizes = sorted(set(args.cuda_graph_bs))
-        if args.cuda_graph_max_bs is not None and sizes[-1] > args.cuda_graph_max_bs:
-            raise ValueError(
-                f"--cuda-graph-bs {sizes[-1]} is above --cuda-graph-max-bs "
-                f"{args.cuda_graph_max_bs}; leave one of them out"
-            )
-        return replace(args, cuda_graph_max_bs=sizes[-1], cuda_graph_bs=sizes)
+        return _with_given_sizes(args, sorted(set(args.cuda_graph_bs)))
     largest = args.cuda_graph_max_bs
     if largest is None:
-        largest = min(args.max_running_requests or MAX_DEFAULT_GRAPH_BATCH, MAX_DEFAULT_GRAPH_BATCH)
+        running = args.max_running_requests or DEFAULT_MAX_RUNNING[args.device]
+        largest = min(running, MAX_DEFAULT_GRAPH_BATCH)
     return replace(args, cuda_graph_max_bs=largest, cuda_graph_bs=_graph_batches(largest))
+
+
+def _asked_graph_sizes(args: ServerArgs) -> str:
+    """The flags that give sizes, as they were written; empty if neither was."""
+    words = []
+    if args.cuda_graph_bs is not None:
+        words.append(" ".join(["--cuda-graph-bs", *map(str, args.cuda_graph_bs)]))
+    if args.cuda_graph_max_bs is not None:
+        words.append(f"--cuda-graph-max-bs {args.cuda_graph_max_bs}")
+    return " and ".join(words)
+
+
+def _with_given_sizes(args: ServerArgs, sizes: list[int]) -> ServerArgs:
+    largest = args.cuda_graph_max_bs
+    if largest is not None and sizes[-1] > largest:
+        raise ValueError(
+            f"--cuda-graph-bs {sizes[-1]} is above --cuda-graph-max-bs {largest}; leave one of them "
+            "out"
+        )
+    if largest is not None and sizes[-1] < largest:
+        logger.warning(
+            "--cuda-graph-max-bs %d becomes %d, the largest of --cuda-graph-bs", largest, sizes[-1]
+        )
+    return replace(args, cuda_graph_max_bs=sizes[-1], cuda_graph_bs=sizes)
+
+
+def reachable_graph_sizes(sizes: Sequence[int], most_running: int) -> list[int]:
+    """The sizes that steps of at most ``most_running`` requests are padded to.
+
+    Those above can hold no fuller step than one of ``most_running``, which takes their place.
+    """
+    reachable = [size for size in sizes if size < most_running]
+    return reachable if len(reachable) == len(sizes) else [*reachable, most_running]
 
 
 def _graph_batches(largest: int) -> list[int]:

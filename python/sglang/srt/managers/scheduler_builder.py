@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from sglang.bundled import resolve_model_path
+from sglang.srt.arg_groups.basic_hook import reachable_graph_sizes
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.compiler import GrammarCompiler
 from sglang.srt.layers.attention.linear.utils import select_linear_attn_backends
@@ -89,7 +90,7 @@ def build_engine(args: ServerArgs, send: Send, *, device_steps: bool | None = No
         track_grid_tokens=policy.grids.track_tokens if policy else 1,
         accept_rule=accept_rule,
         device_steps=device_steps,
-        graph_sizes=args.cuda_graph_bs or (),
+        graph_sizes=graph_sizes(args, plan),
     )
     if device.type == "cuda" and not args.disable_cuda_graph:
         worker.capture_graphs()
@@ -138,6 +139,22 @@ def build_engine(args: ServerArgs, send: Send, *, device_steps: bool | None = No
         internal_state=lambda: info if host is None else info | {"hicache": host.stats()},
     )
     return BuiltEngine(scheduler, worker, runner, memory, pools, plan, info, host, grammars)
+
+
+def graph_sizes(args: ServerArgs, plan: MemoryPlan) -> list[int]:
+    """The sizes of --cuda-graph-bs that steps can have; says which cannot."""
+    sizes, most = args.cuda_graph_bs or [], plan.max_running_requests
+    beyond = [size for size in sizes if size > most]
+    if beyond:
+        logger.info(
+            "--cuda-graph-bs %s (up to --cuda-graph-max-bs %s): at most %d requests run at once, so "
+            "%d takes the place of these sizes; raise --max-running-requests to use them",
+            " ".join(map(str, beyond)),
+            args.cuda_graph_max_bs,
+            most,
+            most,
+        )
+    return reachable_graph_sizes(sizes, most)
 
 
 def _log_plan(plan: MemoryPlan, model_config: ModelConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang.srt.arg_groups.basic_hook import DEFAULT_MAX_RUNNING
 from sglang.srt.configs.draft_config import DraftConfig
 from sglang.srt.configs.model_config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
 from sglang.srt.mem_cache.plan_inputs import (
@@ -30,8 +31,6 @@ from sglang.srt.mem_cache.tensor_lists import num_track_entries, req_tensor_spec
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-DEFAULT_MAX_RUNNING = {"cuda": 128, "cpu": 16}
-"""Used where neither the flag nor speculative decoding sets ``--max-running-requests``."""
 DEFERRED_RING_CELLS = 16
 """Least length of the tuple ring of a deferred commit; it holds two of the widest verifies at least."""
 LEAST_MAMBA_SHARE, MOST_MAMBA_SHARE = 1e-6, 1e6

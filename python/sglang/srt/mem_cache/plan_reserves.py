@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.kernels.ops.attention.paged.launch import SHORT_CHUNKS, SPLITS
+from sglang.srt.arg_groups.basic_hook import reachable_graph_sizes
 from sglang.srt.configs.linear_state import dtype_bytes
 from sglang.srt.configs.model_config import ModelConfig
 
@@ -87,7 +88,7 @@ def runtime_reserves(
     note = f"attention's partial results of {kept} rows, {len(attention_shapes)} models"
     lines.append(ReserveLine("split contexts", splits, note))
     if not args.disable_cuda_graph:
-        graphs = args.cuda_graph_bs or []
+        graphs = reachable_graph_sizes(args.cuda_graph_bs or [], max_running)
         captured = max(graphs, default=0) * (draft_tokens or 1) * per_token
         nbytes = len(graphs) * BYTES_PER_GRAPH * (2 if draft_tokens else 1) + captured
         lines.append(ReserveLine("graph capture", nbytes, f"{len(graphs)} batch sizes, estimate"))
