@@ -384,6 +384,28 @@ def test_drain_has_a_limit_and_a_second_signal_ends_at_once(model):
         assert wait_until(lambda: not is_alive(child), 5.0)
 
 
+@pytest.mark.parametrize("options", [{"step_s": 0.5}, {"load_s": 30}], ids=["running", "loading"])
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_forced_end_takes_one_line(model, options, sig):
+    """Catches tracebacks of everything that a second signal cancels."""
+    with FakeServer(model, options=options) as server:
+        if "step_s" in options:
+            server.wait_ready()
+            for stream in (True, False):
+                body = LONG | {"stream": stream}
+                in_thread(lambda body=body: httpx.post(server.url + "/v1/completions", json=body))
+            assert wait_until(lambda: server.counts()["num_running"] == 2)
+        else:
+            assert wait_until(lambda: server.status("/health") == 503)
+        server.process.send_signal(sig)
+        assert wait_until(lambda: "a second signal ends at once" in server.log())
+        for _ in range(2):
+            server.process.send_signal(sig)
+        assert server.process.wait(5) == 128 + sig
+        (last,) = server.log().partition("ends at once\n")[2].splitlines()
+        assert f"a second signal ({sig.name}): ended at once, exit code {128 + sig}, " in last
+
+
 def test_taken_port_is_named(model):
     """Catches a port conflict that shows only after the model has loaded."""
     port = find_free_port()

@@ -108,7 +108,8 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 class DrainServer(uvicorn.Server):
     """The first SIGTERM or SIGINT lets running requests finish, the second ends the server now.
 
-    Also ends it when the scheduler dies. `exit_code` is what the process should exit with.
+    Also ends it when the scheduler dies. `exit_code` is what the process should exit with: 128 and the
+    signal's number after the second one.
     """
 
     def __init__(self, config: uvicorn.Config, front_end: FrontEnd, gate: GateState) -> None:
@@ -123,13 +124,27 @@ class DrainServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Signal handler."""
+        if self.force_exit:
+            return
+        name = signal.Signals(sig).name
         if self._gate.draining:
             self.exit_code = 128 + sig
             self.force_exit = self.should_exit = True
+            self._serving_loop.call_soon_threadsafe(self._end_at_once, name)
             return
         self._gate.draining = True
-        name = signal.Signals(sig).name
         asyncio.run_coroutine_threadsafe(self._drain(name), self._serving_loop)
+
+    def _end_at_once(self, why: str) -> None:
+        logger.warning(
+            "a second signal (%s): ended at once, exit code %d, %d requests were cut off",
+            why,
+            self.exit_code,
+            self._gate.num_inflight,
+        )
+        # uvicorn reports every task that is cancelled now, the application's own included.
+        logging.getLogger("uvicorn.error").disabled = True
+        self._front.manager.fail_all(unavailable("the server is shutting down"))
 
     async def _drain(self, why: str) -> None:
         limit_s = self._front.server_args.drain_timeout
@@ -143,7 +158,7 @@ class DrainServer(uvicorn.Server):
         end = time.monotonic() + limit_s
         while self._gate.num_inflight and time.monotonic() < end and not self.should_exit:
             await asyncio.sleep(0.05)
-        if self._gate.num_inflight:
+        if self._gate.num_inflight and not self.force_exit:
             logger.warning("%d requests were cut off", self._gate.num_inflight)
             self._front.manager.fail_all(unavailable("the server is shutting down"))
             await asyncio.sleep(_LAST_ANSWERS_SECONDS / 2)
