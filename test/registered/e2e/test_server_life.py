@@ -406,6 +406,19 @@ def test_a_forced_end_takes_one_line(model, options, sig):
         assert f"a second signal ({sig.name}): ended at once, exit code {128 + sig}, " in last
 
 
+def test_what_is_decided_at_start_is_logged(model):
+    """Catches a drawn seed, a dropped size and a chosen port that nobody gets to know."""
+    flags = ("--port", "0", "--device", "cpu", "--cuda-graph-bs", "4")
+    with FakeServer(model, *flags, "--skip-server-warmup") as server:
+        assert wait_until(lambda: "The server is ready" in server.log(), 20)
+        lines = server.log().splitlines()
+        for text in ("random seed: ", "--cuda-graph-bs 4: ignored"):
+            assert any(line.startswith("[20") and text in line for line in lines)
+        (ready,) = [line for line in lines if "The server is ready" in line]
+        server.url = ready.partition("ready: ")[2].partition(",")[0]
+        assert server.get("/server_info")["port"] == int(server.url.rpartition(":")[2]) > 0
+
+
 def test_taken_port_is_named(model):
     """Catches a port conflict that shows only after the model has loaded."""
     port = find_free_port()

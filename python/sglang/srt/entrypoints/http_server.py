@@ -21,6 +21,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
+from sglang.srt.arg_groups.check_values import check_values
 from sglang.srt.arg_groups.pipeline import run_resolution_pipeline
 from sglang.srt.entrypoints.anthropic.serving_messages import MESSAGES_PATH, anthropic_error
 from sglang.srt.entrypoints.front_end import FrontEnd
@@ -194,11 +195,18 @@ def launch_server(server_args: ServerArgs, *, scheduler_module: str = SCHEDULER_
     Raises: ValueError or FileNotFoundError for arguments that cannot work (before anything
     starts); SystemExit with a non-zero code if the port is taken or the scheduler died.
     """
-    if not server_args.is_resolved:
-        server_args = run_resolution_pipeline(server_args)
-    _configure_logging(server_args.log_level)
-    front_end = FrontEnd(server_args, scheduler_module=scheduler_module)
+    check_values(server_args)
+    _configure_logging(
+        server_args.log_level
+    )  # first, because what is decided for the user is logged
+    server_args = run_resolution_pipeline(server_args)
     listener = _listen(server_args)
+    try:
+        server_args = _with_port(server_args, listener.getsockname()[1])
+        front_end = FrontEnd(server_args, scheduler_module=scheduler_module)
+    except BaseException:
+        listener.close()
+        raise
     gate = GateState()
     app = make_app(front_end, gate)
     config = uvicorn.Config(
@@ -251,6 +259,11 @@ def _listen(args: ServerArgs) -> socket.socket:
         sys.exit(1)
     listener.set_inheritable(False)
     return listener
+
+
+def _with_port(args: ServerArgs, port: int) -> ServerArgs:
+    """The arguments with the port that --port 0 has become."""
+    return ServerArgs.from_resolved_dict({**args.to_dict(), "port": port})
 
 
 def _configure_logging(level: str) -> None:

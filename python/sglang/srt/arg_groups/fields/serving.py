@@ -12,7 +12,12 @@ class ServingFields:
     """How the server is reached and what it tells."""
 
     host: str = flag("127.0.0.1", "Address to listen on; 0.0.0.0 is every IPv4 address.")
-    port: int = flag(30000, "TCP port to listen on.", minimum=0, maximum=65535)
+    port: int = flag(
+        30000,
+        "TCP port to listen on; 0 takes a free one, which the log names.",
+        minimum=0,
+        maximum=65535,
+    )
     api_key: str | None = flag(
         None,
         "Key that clients must send as a bearer token, on every route except health and metrics.",
