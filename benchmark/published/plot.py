@@ -2,8 +2,9 @@
 
     PYTHONPATH=python python benchmark/published/plot.py results.json sweep.json --out docs/images/published
 
-Draws what the files hold: throughput and TTFT against concurrency if several were run, and the running
-and waiting requests and the KV in use over the time of the last measured run of each arm.
+Draws what the files hold: throughput and TTFT against concurrency if several were run with prompts and
+answers of one length, and of the run with most requests the waiting for the first token, request by
+request, and the running and waiting requests and the KV in use over time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 COLOURS = {"off": "#b5482a", "on": "#1f6f8b"}
 LABELS = {"off": "default verify", "on": "lossless verify"}
@@ -41,19 +43,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not runs:
         parser.error("no measured run in " + ", ".join(str(path) for path in args.results))
     args.out.mkdir(parents=True, exist_ok=True)
-    plt.rcParams["svg.hashsalt"] = "published"
+    plt.rcParams |= {"svg.hashsalt": "published", "font.size": 10, "legend.fontsize": 9}
     subtitle = heading(documents[-1])
-    drawn = []
-    if len({run["workload"]["concurrency"] for run in runs}) > 1:
-        drawn.append(against_concurrency(runs, subtitle))
-    workload = max(runs, key=lambda run: run["workload"]["concurrency"])["workload"]["name"]
-    drawn.append(over_time([run for run in runs if run["workload"]["name"] == workload], subtitle))
-    for name, figure in zip(("concurrency", "time")[-len(drawn) :], drawn):
+    figures = {}
+    if swept := of_one_length(runs):
+        figures["concurrency"] = against_concurrency(swept, subtitle)
+    most = max(runs, key=lambda run: run["workload"]["concurrency"])["workload"]["name"]
+    largest = [run for run in runs if run["workload"]["name"] == most]
+    figures["time"] = over_time(largest, f"{most}: {subtitle}")
+    figures["ttft"] = first_tokens(largest, f"{most}: {subtitle}")
+    for name, figure in figures.items():
         path = args.out / f"published_{name}.{args.format}"
         figure.savefig(path, metadata={"Date": None} if args.format == "svg" else None)
         plt.close(figure)
         print(path)
     return 0
+
+
+def of_one_length(runs: Sequence[Run]) -> list[Run]:
+    """The runs whose prompts and answers have the lengths run at most concurrencies; none if at one only."""
+    by_lengths: dict[tuple[int, int], list[Run]] = defaultdict(list)
+    for run in runs:
+        by_lengths[run["workload"]["input_len"], run["workload"]["output_len"]].append(run)
+
+    def places(group: Sequence[Run]) -> int:
+        return len({run["workload"]["concurrency"] for run in group})
+
+    widest = max(by_lengths.values(), key=places)
+    return widest if places(widest) > 1 else []
 
 
 def read(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
@@ -82,8 +99,11 @@ def against_concurrency(runs: Sequence[Run], subtitle: str) -> plt.Figure:
     for axes in (left, right):
         axes.set_xlabel("requests in flight")
         axes.set_ylim(bottom=0)
-    left.legend(frameon=False, fontsize=8)
-    return _finish(figure, subtitle)
+        axes.set_xticks(sorted({run["workload"]["concurrency"] for run in runs}))
+    left.legend(frameon=False)
+    lengths = runs[0]["workload"]
+    what = f"{lengths['input_len']:,} tokens in, {lengths['output_len']:,} out"
+    return _finish(figure, f"{what}: {subtitle}")
 
 
 def _by_concurrency(axes: Axes, runs: Sequence[Run], read_value: Callable[[Run], float]) -> None:
@@ -94,11 +114,32 @@ def _by_concurrency(axes: Axes, runs: Sequence[Run], read_value: Callable[[Run],
         places = sorted(by_place)
         medians = [statistics.median(by_place[place]) for place in places]
         axes.plot(places, medians, "o-", color=COLOURS[arm], label=LABELS[arm], markersize=4)
+        spread = [[min(by_place[p]), max(by_place[p])] for p in places]
+        if any(low < high for low, high in spread):
+            axes.vlines(places, *zip(*spread), color=COLOURS[arm], lw=1)
+
+
+def first_tokens(runs: Sequence[Run], subtitle: str) -> plt.Figure:
+    """Time to first token of each request in order of arrival, last run of each arm; else the mean."""
+    figure, axes = plt.subplots(figsize=(10, 3.6))
+    for arm, run in {run["arm"]: run for run in runs}.items():
+        mean = run["figures"]["mean_ttft_ms"] / 1000
+        colour, label = COLOURS[arm], f"{LABELS[arm]}\n(dashed: mean, {mean:.2f} s)"
+        waits = {i: s for i, s in enumerate(run["figures"].get("ttfts", ()), 1) if s > 0}
+        axes.axhline(mean, color=colour, lw=0.8, ls="--", label=None if waits else label)
+        if waits:
+            axes.plot(*zip(*waits.items()), "o-", color=colour, label=label, markersize=4)
+    axes.set_xlabel("request, in order of arrival")
+    axes.set_ylabel("time to first token [s]")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=0)
+    _legend_beside(axes)
+    return _finish(figure, subtitle)
 
 
 def over_time(runs: Sequence[Run], subtitle: str) -> plt.Figure:
     """Running and waiting requests, and KV in use, over the last run of each arm."""
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 5), sharex=True)
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(10, 5), sharex=True)
     for arm, run in {run["arm"]: run for run in runs}.items():
         times = [sample["t_s"] for sample in run["samples"]]
         if not times:
@@ -120,8 +161,13 @@ def over_time(runs: Sequence[Run], subtitle: str) -> plt.Figure:
         axes.set_ylim(bottom=0)
         handles, _ = axes.get_legend_handles_labels()
         if handles:
-            axes.legend(frameon=False, fontsize=8)
+            _legend_beside(axes)
     return _finish(figure, subtitle)
+
+
+def _legend_beside(axes: Axes) -> None:
+    """To the right of the picture, where it hides no line."""
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 def _finish(figure: plt.Figure, subtitle: str) -> plt.Figure:

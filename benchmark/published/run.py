@@ -1,14 +1,14 @@
 """The published comparison in one command: lossless verify off against on, everything else equal.
 
-    PYTHONPATH=python python benchmark/published/run.py --out results.json                # one GPU of 80 GB or more
-    PYTHONPATH=python python benchmark/published/run.py --out small.json --small          # 8 and 1 requests of 4k/512
-    PYTHONPATH=python python benchmark/published/run.py --out sweep.json --concurrency 1,4,8,16,25
-    PYTHONPATH=python python benchmark/published/run.py --out demo.json --demo            # bundled model, CPU
+    PYTHONPATH=python python benchmark/published/run.py --out results.json     # one GPU of 80 GB or more
+    PYTHONPATH=python python benchmark/published/run.py --out all.json --workloads published,small,sweep
+    PYTHONPATH=python python benchmark/published/run.py --out demo.json --demo # bundled model, CPU
 
-Each arm starts a server of its own with random weights, answers a warm-up, then the workload; arms take
-turns. Acceptance is pretended (SGLANG_SIMULATE_ACC_LEN), because random weights accept nothing: the text
-is meaningless, the work is not. Words after `--` are further server flags. Results are written after
-every run, so that a run which is cut short keeps what it has.
+Each arm starts a server of its own with random weights, which answers a warm-up and then every workload:
+`published` is 25 requests of 26k/2k, `small` 8 and 1 of 4k/512, `sweep` 1, 4, 8 and 16 of 26k/2k. Arms
+take turns, in the other order every second round. Acceptance is pretended (SGLANG_SIMULATE_ACC_LEN),
+because random weights accept nothing: the text is meaningless, the work is not. Words after `--` are
+further server flags. Results are written after every run, so that one which is cut short keeps what it has.
 """
 
 from __future__ import annotations
@@ -21,24 +21,21 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from arm_server import ArmServer, ServerFailed
 from machine import describe_machine
-from report import markdown, text_table
+from report import markdown, ratios, text_table
+from run_options import chosen_workloads, read_arguments
 from sampler import LoadSampler
 from setups import (
-    ACCEPT_LENGTH,
     ARMS,
-    DEMO,
     DEMO_FLAGS,
-    PUBLISHED,
     PUBLISHED_FLAGS,
-    SMALL,
     Workload,
-    check_output,
     flags_of_arm,
+    in_turn,
+    is_small,
     model_directory,
 )
 
@@ -47,8 +44,9 @@ from sglang.benchmark.serving import run_serving_benchmark
 
 SECONDS_TO_STOP = 15
 WARM_UP_INPUT, WARM_UP_OUTPUT = 9_000, 96
+SHAPE_INPUT, SHAPE_OUTPUT = 4_096, 32
 WARM_UP_NAME = "warm-up of "
-DROPPED = ("server_info", "generated_texts")
+DROPPED = ("server_info", "generated_texts", "input_lens", "output_lens", "itls", "errors")
 """Parts of a run's figures that the results leave out or hold once."""
 
 
@@ -83,6 +81,7 @@ class Session:
         say(why)
 
     def write(self) -> None:
+        self.document["on_over_off"] = ratios(self.document)
         self.args.out.write_text(json.dumps(self.document, indent=1) + "\n")
 
 
@@ -92,13 +91,13 @@ def say(text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it. 0 if every arm has a measured run, else 1."""
-    args = read_arguments(sys.argv[1:] if argv is None else list(argv))
+    args = read_arguments(sys.argv[1:] if argv is None else list(argv), __doc__)
     with model_directory(args.model_path) as model_path:
         session = Session(args, model_path, chosen_workloads(args))
         session.document = head(session)
         try:
             for round_index in range(args.rounds):
-                for arm in args.arms:
+                for arm in in_turn(args.arms, round_index):
                     if "stopped" not in session.document:
                         run_arm(session, arm, round_index)
         except (ServerFailed, BenchError) as error:
@@ -117,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_arm(session: Session, arm: str, round_index: int) -> None:
     """Start the arm's server, warm it up, run every workload, stop it."""
     args = session.args
-    if not session.has_time_for(f"the start of a server and a run ({arm})"):
+    whole = f"the start of a server and a run ({arm})"
+    if not session.has_time_for(whole):
         return
     common = DEMO_FLAGS if args.demo else PUBLISHED_FLAGS
     flags = flags_of_arm(
@@ -139,29 +139,41 @@ def run_arm(session: Session, arm: str, round_index: int) -> None:
         session.document["servers"].append(
             {"arm": arm, "round": round_index, "start_s": server.start_s, "flags": flags}
         )
-        for workload in session.workloads:
-            warm_up(session, server, arm, round_index, workload)
-            for repeat in range(args.repeats):
+        for number, workload in enumerate(session.workloads):
+            warm_up(session, server, (arm, round_index), workload, is_first=number == 0)
+            for repeat in range(args.small_repeats if is_small(workload) else args.repeats):
                 if not session.has_time_for(workload.name):
                     return
                 one_run(session, server, (arm, round_index, repeat), workload, measured=True)
-    session.took(f"the start of a server and a run ({arm})", time.monotonic() - begin)
+                if number == repeat == 0:
+                    session.took(whole, time.monotonic() - begin)
 
 
 def warm_up(
-    session: Session, server: ArmServer, arm: str, round_index: int, workload: Workload
+    session: Session,
+    server: ArmServer,
+    turn: tuple[str, int],
+    workload: Workload,
+    *,
+    is_first: bool,
 ) -> None:
-    """Compile and touch everything once: a discarded run, or a shorter one of as many requests."""
+    """Compile and touch everything once, discarded: a whole run, or a shorter one of as many requests.
+
+    The first of a server is the longer one; those of further workloads only meet their shape.
+    """
+    place = (*turn, -1)
     if session.args.warmup == "full":
-        one_run(session, server, (arm, round_index, -1), workload, measured=False)
+        one_run(session, server, place, workload, measured=False)
         return
+    most_in, most_out = (WARM_UP_INPUT, WARM_UP_OUTPUT) if is_first else (SHAPE_INPUT, SHAPE_OUTPUT)
     short = replace(
         workload,
         name=WARM_UP_NAME + workload.name,
-        input_len=min(workload.input_len, WARM_UP_INPUT),
-        output_len=min(workload.output_len, WARM_UP_OUTPUT),
+        input_len=min(workload.input_len, most_in),
+        output_len=min(workload.output_len, most_out),
     )
-    one_run(session, server, (arm, round_index, -1), short, measured=False, ratio=0.25)
+    if session.has_time_for(short.name):
+        one_run(session, server, place, short, measured=False, ratio=0.25 if is_first else 1.0)
 
 
 def one_run(
@@ -176,8 +188,8 @@ def one_run(
     """Send the workload, watch the server, keep and write what came out."""
     arm, round_index, repeat = place
     # Both arms get the same prompts; no two runs of a server do.
-    place_of = [w.name for w in session.workloads].index(workload.name.removeprefix(WARM_UP_NAME))
-    seed = 1 + 1000 * round_index + 100 * place_of + repeat + 1
+    number = [w.name for w in session.workloads].index(workload.name.removeprefix(WARM_UP_NAME))
+    seed = 1 + 1000 * (100 * round_index + number) + repeat + 1
     options = ServingOptions(
         backend="sglang",
         base_url=server.url,
@@ -193,6 +205,7 @@ def one_run(
         warmup_requests=0,
         flush_cache=True,
         disable_tqdm=True,
+        output_details=True,
         seed=seed,
         ready_check_timeout_sec=10,
     )
@@ -261,7 +274,8 @@ def head(session: Session) -> dict[str, Any]:
         "warm_up": "a whole run, discarded"
         if args.warmup == "full"
         else f"a run of as many requests with prompts of at most {WARM_UP_INPUT} tokens and answers "
-        f"of at most {WARM_UP_OUTPUT}, discarded",
+        f"of at most {WARM_UP_OUTPUT}, before further workloads {SHAPE_INPUT} and {SHAPE_OUTPUT}; "
+        "discarded",
         "model": "demo" if args.demo else args.model_path or "geometry of Qwen3.6-35B-A3B-FP8",
         "weights": "trained" if args.demo else "random (--load-format dummy)",
         "machine": describe_machine(),
@@ -270,94 +284,6 @@ def head(session: Session) -> dict[str, Any]:
         "servers": [],
         "runs": [],
     }
-
-
-def chosen_workloads(args: argparse.Namespace) -> list[Workload]:
-    """The workloads of the command line."""
-    if args.small:
-        return list(SMALL)
-    base = DEMO if args.demo else PUBLISHED
-    given = {
-        name: value
-        for name in ("requests", "input_len", "output_len")
-        if (value := vars(args)[name]) is not None
-    }
-    base = replace(base, **given)
-    if given:
-        base = replace(base, name=f"{base.requests} x {base.input_len}/{base.output_len}")
-    if args.concurrency is None:
-        return [replace(base, concurrency=base.requests)]
-    return [
-        replace(base, name=f"{base.name}, concurrency {c}", requests=c * args.waves, concurrency=c)
-        for c in args.concurrency
-    ]
-
-
-def read_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line; what follows `--` are server flags."""
-    cut = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; logs go beside it")
-    parser.add_argument("--markdown", type=Path, help="write the table there, too")
-    parser.add_argument("--model-path", help="folder of a checkpoint or of a config.json alone")
-    parser.add_argument("--requests", type=int, help="requests of a run (25)")
-    parser.add_argument("--input-len", type=int, help="tokens of a prompt (26000)")
-    parser.add_argument("--output-len", type=int, help="tokens of an answer (2000)")
-    parser.add_argument("--arms", type=words_of(ARMS), default=["off", "on"], help="off,on")
-    parser.add_argument("--rounds", type=int, default=1, help="times that each arm has its turn")
-    parser.add_argument("--repeats", type=int, default=2, help="measured runs in each turn")
-    parser.add_argument("--warmup", choices=("short", "full"), default="short")
-    parser.add_argument("--budget-s", type=float, default=570.0, help="stop in time for this")
-    parser.add_argument("--accept-length", type=float, default=ACCEPT_LENGTH)
-    parser.add_argument("--sample-s", type=float, default=0.5, help="seconds between two looks")
-    parser.add_argument("--small", action="store_true", help="8 x 4k/512 and 1 x 4k/512 instead")
-    parser.add_argument("--concurrency", type=numbers, help="sweep, such as 1,4,8,16,25")
-    parser.add_argument("--waves", type=int, default=1, help="requests a place, in a sweep")
-    parser.add_argument(
-        "--demo", action="store_true", help="bundled model on the CPU, tiny workload"
-    )
-    parser.add_argument(
-        "--published-capacity",
-        action="store_true",
-        help="limit each arm's KV pool to the tokens published for its H100 run",
-    )
-    args = parser.parse_args(argv[:cut])
-    args.server_flags = argv[cut + 1 :]
-    for name in ("requests", "input_len", "output_len", "rounds", "repeats", "waves"):
-        value = vars(args)[name]
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if args.small and (args.demo or args.concurrency):
-        parser.error("--small is a workload of its own; leave out --demo and --concurrency")
-    if not args.accept_length >= 1:
-        parser.error(f"--accept-length {args.accept_length:g}: must be at least 1, the bonus token")
-    if not args.sample_s > 0:
-        parser.error(f"--sample-s {args.sample_s:g}: must be above 0")
-    check_output(parser, "--out", args.out)
-    check_output(parser, "--markdown", args.markdown)
-    return args
-
-
-def words_of(known: dict[str, list[str]]) -> Any:
-    def read(text: str) -> list[str]:
-        words = text.split(",")
-        if unknown := [word for word in words if word not in known]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
-        return words
-
-    return read
-
-
-def numbers(text: str) -> list[int]:
-    try:
-        values = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: write numbers such as 1,4,8") from None
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: every number must be at least 1")
-    return values
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,60 @@ class Workload:
 PUBLISHED = Workload("25 x 26k/2k", 25, 26_000, 2_000, 25)
 SMALL = (Workload("8 x 4k/512", 8, 4_096, 512, 8), Workload("1 x 4k/512", 1, 4_096, 512, 1))
 DEMO = Workload("demo", 4, 160, 24, 4)
+SMALL_WORKLOADS = "small"
+WORKLOADS = {
+    "published": (PUBLISHED,),
+    SMALL_WORKLOADS: SMALL,
+    "sweep": tuple(
+        Workload(f"{n} x 26k/2k", n, PUBLISHED.input_len, PUBLISHED.output_len, n)
+        for n in (1, 4, 8, 16)
+    ),
+}
+"""Name -> workloads. A sweep's last point is the published workload itself."""
+
+DEMO_WORKLOADS = {
+    "published": (DEMO,),
+    SMALL_WORKLOADS: (Workload("2 x 40/8", 2, 40, 8, 2), Workload("1 x 40/8", 1, 40, 8, 1)),
+    "sweep": tuple(
+        Workload(f"{n} x 160/24", n, DEMO.input_len, DEMO.output_len, n) for n in (1, 2)
+    ),
+}
+"""The same names for the bundled model on a CPU."""
+
+
+SMALL_REPEATS = 5
+"""Measured runs of a small workload for each one of the others: they are short and so less steady."""
+
+
+def is_small(workload: Workload) -> bool:
+    """Whether it is one of the small set-ups, under whatever table."""
+    return any(workload in table[SMALL_WORKLOADS] for table in (WORKLOADS, DEMO_WORKLOADS))
+
+
+def chosen(names: Sequence[str], *, demo: bool) -> list[Workload]:
+    """The workloads behind the names, in the order given."""
+    table = DEMO_WORKLOADS if demo else WORKLOADS
+    return [workload for name in names for workload in table[name]]
+
+
+def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """A parser of a flag's comma-separated names, each of them known and given once."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        if len(set(names)) < len(names):
+            raise argparse.ArgumentTypeError(f"{text!r} names something twice; leave one out")
+        return names
+
+    return parse
+
+
+def in_turn(arms: Sequence[str], round_index: int) -> list[str]:
+    """The arms of a round: every second one goes backwards, so that none is always the first."""
+    return list(arms) if round_index % 2 == 0 else list(reversed(arms))
 
 
 @dataclass(frozen=True)
@@ -105,10 +159,14 @@ def model_directory(path: str | None) -> Iterator[str]:
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="published-geometry-") as folder:
-        target = Path(folder) / "Qwen3.6-35B-A3B-FP8"
-        target.mkdir()
-        shutil.copy(GEOMETRY, target / "config.json")
-        yield str(target)
+        yield geometry_folder(GEOMETRY, Path(folder) / GEOMETRY.stem)
+
+
+def geometry_folder(config: Path, target: Path) -> str:
+    """Make the folder ``target`` with a copy of ``config`` as its config.json, and no weights."""
+    target.mkdir()
+    shutil.copy(config, target / "config.json")
+    return str(target)
 
 
 def flags_of_arm(

@@ -1,0 +1,112 @@
+"""Workloads, tables and timelines of the published comparison, without a server.
+
+Mistakes caught: a sweep whose lengths are not the published ones, arms that always go in one order, a
+ratio of unequal things, a slower workload that a table hides, and flags that are taken and cannot work.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.repo import ROOT
+
+register_cpu_ci(est_time=3, suite="unit")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def published_on_path():
+    folder = str(ROOT / "benchmark" / "published")
+    sys.path.insert(0, folder)
+    yield
+    sys.path.remove(folder)
+
+
+def workloads(*words):
+    from run_options import chosen_workloads, read_arguments
+
+    return chosen_workloads(read_arguments(["--out", "x.json", *words], None))
+
+
+def test_workloads_of_a_command_line():
+    from setups import PUBLISHED, SMALL, is_small
+
+    assert workloads() == [PUBLISHED]
+    every = workloads("--workloads", "small,published,sweep")
+    assert tuple(every[:2]) == SMALL and every[2] == PUBLISHED
+    assert [is_small(w) for w in every] == [True] * 2 + [False] * 5
+    assert {(w.input_len, w.output_len) for w in every[2:]} == {(26_000, 2_000)}
+    assert [(w.requests, w.concurrency) for w in every[2:]] == [
+        *((25, 25), (1, 1), (4, 4), (8, 8), (16, 16)),
+    ]
+    names = [w.name for w in every]
+    assert len(set(names)) == len(names), "results are told apart by name"
+    own = workloads("--concurrency", "1,2", "--waves", "3", "--output-len", "8")
+    assert [(w.requests, w.concurrency, w.output_len) for w in own] == [(3, 1, 8), (6, 2, 8)]
+    (other,) = workloads("--requests", "3", "--demo")
+    assert other.requests == other.concurrency == 3 and other.input_len == 160
+
+
+def test_every_second_round_goes_backwards():
+    from setups import in_turn
+
+    assert [in_turn(["off", "on"], i) for i in range(3)] == [
+        *(["off", "on"], ["on", "off"], ["off", "on"]),
+    ]
+
+
+def document(**rates):
+    """A result whose workloads are named by the keys: (off rates, on rates)."""
+    figures = dict.fromkeys(
+        ("input_throughput", "mean_ttft_ms", "mean_tpot_ms", "p99_itl_ms", "failed"), 1.0
+    )
+    capacity = dict.fromkeys(
+        ("verify_ssm_scratch_bytes", "verify_scratch_bytes", "max_total_num_tokens"), 64
+    )
+    runs = [
+        {
+            "arm": arm,
+            "measured": rate > 0,
+            "workload": {"name": name},
+            "figures": figures
+            | {"output_throughput": abs(rate), "duration": 100 / abs(rate), "accept_length": 2.0},
+            "capacity": capacity,
+            "max_running_seen": 1,
+        }
+        for name, both in rates.items()
+        for arm, values in zip(("off", "on"), both, strict=True)
+        for rate in values
+    ]
+    machine = {"gpu": "a GPU", "torch": "2", "triton": "3", "commit": "c"}
+    words = dict.fromkeys(("date", "model", "weights", "acceptance", "warm_up"), "said")
+    return {"machine": machine, **words, "arms": {"off": [], "on": []}, "runs": runs}
+
+
+def test_ratios_are_of_medians_and_leave_warm_ups_out():
+    from report import markdown, never_slower, ratios
+
+    made = document(
+        fast=([-1, 10, 12, 11], [22, 1000, 20]),
+        slow=([10], [9]),
+        near=([10, 12], [11, 13]),
+        lone=([5], []),
+    )
+    fast, slow, near = ratios(made)
+    assert fast == {"workload": "fast", "ratio": 2.0, "runs": [3, 3], "overlap": False}
+    assert slow["ratio"] == 0.9 and not slow["overlap"] and near["overlap"]
+    line = never_slower(made)
+    assert line.startswith("never slower: no, in 1 of 3;") and "slow: 0.900" in line
+    assert "near: 1.091 (runs overlap)" in line
+    assert never_slower(document(fast=([1], [2]))).startswith("never slower: yes;")
+    assert "not known" in never_slower(document(lone=([5], [])))
+    page = markdown(made)
+    assert "| output, tok/s | 11.0 (10.0 to 12.0) | 22.0 (20.0 to 1,000.0) | +100.0 % |" in page
+    assert "| output, tok/s | 10.0 | 9.0 | -10.0 % |" in page, "one run has no spread"
+    assert "| output over accept length, 1/s | 5.5 | 11.0 | +100.0 % |" in page
+    assert page.rstrip().endswith(line)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
