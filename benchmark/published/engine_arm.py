@@ -160,10 +160,15 @@ class EngineArm:
 
     def close(self) -> None:
         """End it and free the device's memory."""
-        import torch
-
         self._engine.close()
         del self._engine
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
+
+
+def free_memory() -> None:
+    """Give back what engines that are no longer referred to held on the device."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

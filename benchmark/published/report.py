@@ -132,6 +132,10 @@ def _facts(document: dict[str, Any]) -> list[str]:
         f"warm-up: {document['warm_up']}",
         "medians of the measured runs, with the least and the most where there are several",
     ]
+    facts += [
+        f"failed: {failure['setup']}, {failure['arm']}: {failure['why']}"
+        for failure in document.get("failures", ())
+    ]
     return facts + ([f"stopped early: {document['stopped']}"] if "stopped" in document else [])
 
 
@@ -180,6 +184,12 @@ def never_slower(document: dict[str, Any]) -> str:
     return f"never slower: {verdict}; output tok/s, on / off: {'; '.join(cells)}"
 
 
+def _note(document: dict[str, Any], workload: str) -> str | None:
+    """Others' figures for a workload that stand below its table."""
+    notes: dict[str, str] = SMALL_REFERENCES | document.get("notes", {})
+    return notes.get(workload)
+
+
 def text_table(document: dict[str, Any]) -> str:
     """For a terminal."""
     parts = list(_facts(document))
@@ -190,8 +200,8 @@ def text_table(document: dict[str, Any]) -> str:
         for row in [header, *lines]:
             cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]
             parts.append("  ".join(cells).rstrip())
-        if workload in SMALL_REFERENCES:
-            parts.append(SMALL_REFERENCES[workload])
+        if note := _note(document, workload):
+            parts.append(note)
     return "\n".join([*parts, "", never_slower(document)])
 
 
@@ -203,8 +213,8 @@ def markdown(document: dict[str, Any]) -> str:
         parts += ["", f"**{workload}**", "", "| " + " | ".join(header) + " |"]
         parts.append("|" + "---|" * len(header))
         parts += ["| " + " | ".join(row) + " |" for row in lines]
-        if workload in SMALL_REFERENCES:
-            parts += ["", SMALL_REFERENCES[workload]]
+        if note := _note(document, workload):
+            parts += ["", note]
     return "\n".join([*parts, "", never_slower(document)]) + "\n"
 
 

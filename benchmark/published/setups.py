@@ -164,7 +164,7 @@ def model_directory(path: str | None) -> Iterator[str]:
 
 def geometry_folder(config: Path, target: Path) -> str:
     """Make the folder ``target`` with a copy of ``config`` as its config.json, and no weights."""
-    target.mkdir()
+    target.mkdir(parents=True)
     shutil.copy(config, target / "config.json")
     return str(target)
 

@@ -47,6 +47,8 @@ def script(name, *words, status=0):
         ("run.py", "--demo --out {out} --workloads small,small", "names something twice"),
         ("run.py", "--out {out} --workloads small --concurrency 2", "leave out --workloads or --c"),
         ("run.py", "--out {out} --small-repeats 0", "--small-repeats 0: must be at least 1"),
+        ("smaller.py", "--demo --out {out} --setups eagle", "--setups: 'eagle' is not one of mtp"),
+        ("smaller.py", "--demo --out {out} --repeats 0", "--repeats 0: must be at least 1"),
         ("report.py", "{bad}", "is no result of run.py"),
         ("capacity.py", "--out no/such/x", "--out no/such/x: no folder no/such"),
     ],
@@ -108,6 +110,41 @@ def test_the_published_comparison(tmp_path):
     drawn = (tmp_path / "pictures" / "published_concurrency.svg").read_text()
     assert "160 tokens in, 24 out" in drawn and "40 tokens in" not in drawn
     assert script("report.py", out).strip() in shown
+
+
+def test_the_smaller_set_ups(tmp_path):
+    """Catches a drafter that does not run on random weights, an arm or set-up left out, and the accept
+    length of one width used for another."""
+    out, page = tmp_path / "smaller.json", tmp_path / "smaller.md"
+    script("smaller.py", "--demo", "--out", out, "--markdown", page, "--repeats", 1)
+    document = json.loads(out.read_text())
+    assert not document["failures"] and len(document["on_over_off"]) == 8
+    rows = Counter((r["workload"]["name"].split(",")[0], r["arm"]) for r in document["runs"])
+    names = ("35B MTP", "35B DFlash", "27B DFlash 2", "27B DSpark")
+    assert rows == {(name, arm): 2 for name in names for arm in ("off", "on")}
+    for run in document["runs"]:
+        wanted = 3.5 if run["workload"]["name"].startswith("35B MTP") else 5.0
+        assert abs(run["figures"]["accept_length"] - wanted) < 0.7
+    off, on = (
+        next(r for r in document["runs"] if r["arm"] == arm)["capacity"] for arm in ("off", "on")
+    )
+    assert off["verify_ssm_scratch_bytes"] > 10 * on["verify_ssm_scratch_bytes"]
+    assert "27B DFlash 2 5 of 8 rows" in document["acceptance"]
+    text = page.read_text()
+    assert all(f"| {name}, " in text for name in names) and "| output, tok/s |" in text
+
+
+def test_a_set_up_that_fails_is_named_and_the_others_go_on(tmp_path):
+    out = tmp_path / "x.json"
+    words = ["--demo", "--out", out, "--setups", "dflash,mtp", "--arms", "on", "--repeats", 1]
+    shown = script("smaller.py", *words, "--", "--speculative-eagle-topk", 2, status=1)
+    document = json.loads(out.read_text())
+    (failure,) = document["failures"]
+    assert failure["setup"] == "35B MTP" and "--speculative-eagle-topk 1" in failure["why"]
+    assert {run["workload"]["name"].split(",")[0] for run in document["runs"]} == {"35B DFlash"}
+    assert "failed: 35B MTP, on: " in shown
+    script("smaller.py", *words, "--budget-s", 0.5, status=1)
+    assert "--budget-s" in json.loads(out.read_text())["stopped"]
 
 
 def test_a_comparison_without_time_says_so(tmp_path):

@@ -10,6 +10,11 @@ import sys
 
 import pytest
 
+from sglang.srt.arg_groups import basic_hook
+from sglang.srt.arg_groups.pipeline import run_resolution_pipeline
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.mem_cache.planner import make_plan
+from sglang.srt.server_args import prepare_server_args
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.repo import ROOT
 
@@ -106,6 +111,25 @@ def test_ratios_are_of_medians_and_leave_warm_ups_out():
     assert "| output, tok/s | 10.0 | 9.0 | -10.0 % |" in page, "one run has no spread"
     assert "| output over accept length, 1/s | 5.5 | 11.0 | +100.0 % |" in page
     assert page.rstrip().endswith(line)
+
+
+@pytest.mark.parametrize("name", ["mtp", "dflash", "dflash2", "dspark"])
+def test_the_smaller_set_ups_plan_as_published(name, tmp_path, monkeypatch):
+    """The script's own flags on a GPU of 80 GB, and what they free: no width, slot or drafter is off."""
+    from smaller import ACCEPT_LENGTHS, KINDS, flags_of
+
+    monkeypatch.setattr(basic_hook, "has_nvidia_driver", lambda: True)
+    setup, plans = KINDS[name], []
+    for arm in ("off", "on"):
+        flags = flags_of(setup, tmp_path / arm, arm, demo=False)
+        args = run_resolution_pipeline(prepare_server_args(flags))
+        plans.append(make_plan(ModelConfig.from_path(args.model_path), args))
+    for plan, scratch in zip(plans, setup.scratch_gib, strict=True):
+        assert round(plan.verify_ssm_scratch_bytes / (1 << 30), 2) == scratch
+        assert (plan.max_running_requests, plan.num_state_slots) == (8, 40)
+        assert plan.draft_tokens == setup.draft_tokens > ACCEPT_LENGTHS[setup.draft_tokens]
+    gained = plans[1].max_total_num_tokens - plans[0].max_total_num_tokens
+    assert gained == pytest.approx(setup.gained_tokens, abs=64)
 
 
 if __name__ == "__main__":
