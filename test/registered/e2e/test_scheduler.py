@@ -208,12 +208,21 @@ def test_oversized_and_bad_requests_disturb_nobody(checkpoint, alone):
         assert reason.type == "abort" and reason.status_code == 400 and word in reason.message
 
 
-@pytest.mark.parametrize(("length", "mode"), [(2, {}), (5, SPEC)], ids=MODE_IDS)
-def test_a_context_that_serves_nobody_is_refused(checkpoint, length, mode):
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+def test_a_context_that_serves_nobody_is_refused(checkpoint, mode):
     """F90: a server that could take no prompt says so by the flag's name; one token more works."""
-    with pytest.raises(ValueError, match=f"--context-length {length} .*raise --context-length"):
-        InProcessEngine(checkpoint, context_length=length, **mode)
-    engine = InProcessEngine(checkpoint, context_length=length + 1, **mode)
+    with pytest.raises(ValueError, match="--context-length must be at least 2, got 1"):
+        InProcessEngine(checkpoint, context_length=1, **mode)
+    engine = InProcessEngine(checkpoint, context_length=2, **mode)
+    assert len(engine.generate([[5]], max_new_tokens=4, ignore_eos=True)[0]) == 1
+
+
+def test_a_pool_that_serves_nobody_is_refused(checkpoint):
+    """F90: a pool of one step's rows and one token has no room for an answer; one page more works."""
+    tiny = {"page_size": 1, "mamba_radix_cache_strategy": "no_buffer"}
+    with pytest.raises(ValueError, match="KV cache of 5 tokens .* raise --max-total-tokens"):
+        InProcessEngine(checkpoint, max_total_tokens=5, **tiny, **SPEC)
+    engine = InProcessEngine(checkpoint, max_total_tokens=6, **tiny, **SPEC)
     assert len(engine.generate([[5]], max_new_tokens=4, ignore_eos=True)[0]) == 1
 
 

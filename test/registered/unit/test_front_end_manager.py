@@ -49,6 +49,7 @@ def make(tokenizer, **changes):
         "served_model_name": "m",
         "vocab_size": 280,
         "context_length": 100,
+        "model_context_length": 200,
         "eos_token_ids": frozenset({256, 258}),
         "sampling_defaults": {"top_k": 20},
     }
@@ -64,6 +65,28 @@ def request(rid="r", text="ab", **params):
 
 def output(rid, ids, finish=None):
     return BatchTokenIDOutput([TokenOutput(rid, ids, finish, 2, len(ids))])
+
+
+@pytest.mark.parametrize(
+    ("input_len", "model_length", "said", "unsaid"),
+    [
+        (20, 200, ("KV cache holds 21", "has 20", "--max-total-tokens"), "larger --context"),
+        (99, 200, ("--context-length 100", "has 99", "a larger --context-length"), "KV cache"),
+        (99, 100, ("--context-length 100", "has 99", "--allow-auto-truncate"), "larger --context"),
+    ],
+    ids=["pool", "context", "context-of-the-model"],
+)
+def test_a_long_prompt_hears_what_bounds_it(tmp_path, input_len, model_length, said, unsaid):
+    """Catches a refusal that names the wrong limit, or a way out that the next start refuses."""
+    tokenizer = Tokenizer(write_front_end_model(tmp_path))
+    manager, outbox = make(tokenizer, model_context_length=model_length)
+    manager.handle(io_struct.ReadyOutput({"max_req_input_len": input_len}))
+    with pytest.raises(RequestError) as caught:
+        asyncio.run(manager.start("r", [request("r", text="a" * (input_len + 1))]))
+    message = caught.value.message
+    assert caught.value.code == "context_length_exceeded" and not outbox.sent
+    assert all(text in message for text in (f"{input_len + 1} tokens", *said))
+    assert unsaid not in message
 
 
 def test_nothing_is_sent_unless_all_is_well(rig):

@@ -14,6 +14,7 @@ import pytest
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.request_factory import RequestFactory
+from sglang.srt.managers.request_limit import RequestLimit
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import (
     CLIP_NEW_TOKENS,
@@ -104,7 +105,7 @@ def played(
     )
     factory = RequestFactory(
         vocab_size=VOCAB,
-        max_req_len=prompt + output,
+        limit=RequestLimit(prompt + output, prompt + output, prompt + output),
         decode=None,
         random_seed=0,
         use_priority=False,

@@ -19,6 +19,7 @@ class FrontEndConfig:
 
     vocab_size         rows of the embedding; bounds every token id
     context_length     positions of one request, prompt and output together
+    model_context_length  positions that the model was made for
     eos_token_ids      union of generation config, model config and tokenizer
     sampling_defaults  values for sampling fields that a request leaves unset
     """
@@ -28,6 +29,7 @@ class FrontEndConfig:
     served_model_name: str
     vocab_size: int
     context_length: int
+    model_context_length: int
     eos_token_ids: frozenset[int]
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     allow_auto_truncate: bool = False
@@ -57,6 +59,7 @@ def make_front_end_config(
         served_model_name=server_args.served_model_name or server_args.model_path,
         vocab_size=model.vocab_size,
         context_length=server_args.context_length or model.max_position_embeddings,
+        model_context_length=model.max_position_embeddings,
         eos_token_ids=eos,
         sampling_defaults=pick_sampling_defaults(defaults),
         allow_auto_truncate=server_args.allow_auto_truncate,

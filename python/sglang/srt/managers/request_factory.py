@@ -7,6 +7,7 @@ import random
 from sglang.srt.constrained.compiler import GrammarCompiler
 from sglang.srt.managers.finish import Decode, StopChecker
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.request_limit import RequestLimit
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_batch import SamplingState
 
@@ -14,21 +15,21 @@ from sglang.srt.sampling.sampling_batch import SamplingState
 class RequestFactory:
     """Knows the limits that a request must keep; holds no request.
 
-    max_req_len  prompt and output tokens that one request can hold in the pools at most
+    limit  prompt and output tokens that one request can have at most
     """
 
     def __init__(
         self,
         *,
         vocab_size: int,
-        max_req_len: int,
+        limit: RequestLimit,
         decode: Decode | None,
         random_seed: int,
         use_priority: bool,
         grammars: GrammarCompiler,
     ) -> None:
         self._vocab_size = vocab_size
-        self._max_req_len = max_req_len
+        self._limit = limit
         self._decode = decode
         self._use_priority = use_priority
         self._grammars = grammars
@@ -40,18 +41,15 @@ class RequestFactory:
         num_prompt = len(message.input_ids)
         if num_prompt == 0:
             raise ValueError("input_ids: the prompt is empty; send at least one token")
-        if num_prompt >= self._max_req_len:
-            raise ValueError(
-                f"input_ids: the prompt has {num_prompt} tokens, and the largest request that the "
-                f"KV cache holds is {self._max_req_len} with at least one output token"
-            )
+        if num_prompt > self._limit.longest_prompt:
+            raise ValueError(self._limit.refusal("input_ids", str(num_prompt)))
         bad = next((t for t in message.input_ids if not 0 <= t < self._vocab_size), None)
         if bad is not None:
             raise ValueError(f"input_ids: token id {bad} is outside [0, {self._vocab_size})")
         grammar = None
         if params.grammar is not None:
             grammar = self._grammars.compile(*params.grammar, start_after=message.grammar_after)
-        limit = self._max_req_len - num_prompt
+        limit = self._limit.tokens - num_prompt
         max_new_tokens = limit if params.max_new_tokens is None else params.max_new_tokens
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")

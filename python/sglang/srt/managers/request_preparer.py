@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import msgspec
 
@@ -11,6 +12,7 @@ from sglang.srt.managers.detokenizer_manager import DetokenizerState
 from sglang.srt.managers.errors import RequestError
 from sglang.srt.managers.front_end_config import FrontEndConfig
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.request_limit import RequestLimit
 from sglang.srt.managers.request_state import GenerateReqInput, ReqState
 from sglang.srt.managers.tokenizer import NoTokenizer, Tokenizer
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -26,18 +28,21 @@ MAX_TOKEN_CHARS = 256
 class RequestPreparer:
     """Knows the limits of model and server; holds no request.
 
-    `max_request_len`: positions one request can have, the longest prompt and one token after it;
-    set once the scheduler has told it.
+    `limit`: prompt and output tokens that one request can have; what the context allows until the
+    scheduler has told what its pool holds.
     """
 
     def __init__(self, config: FrontEndConfig, tokenizer: Tokenizer | NoTokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self.max_request_len = config.context_length
+        self.limit = RequestLimit(
+            config.context_length, config.context_length, config.model_context_length
+        )
 
     def limit_prompt(self, max_req_input_len: int) -> None:
         """Take over the longest prompt that the scheduler can run."""
-        self.max_request_len = min(self._config.context_length, max_req_input_len + 1)
+        tokens = min(self._config.context_length, max_req_input_len + 1)
+        self.limit = replace(self.limit, tokens=tokens)
 
     async def encode_long_texts(self, inputs: list[GenerateReqInput]) -> None:
         """Give long texts their ids in another thread, so that streams do not wait meanwhile.
@@ -48,7 +53,7 @@ class RequestPreparer:
             if obj.text is None or len(obj.text) < LONG_TEXT_CHARS or obj.input_ids is not None:
                 continue
             at_least = len(obj.text) // MAX_TOKEN_CHARS
-            if at_least >= self.max_request_len and not self._config.allow_auto_truncate:
+            if at_least > self.limit.longest_prompt and not self._config.allow_auto_truncate:
                 raise self._too_long(obj, f"more than {at_least}")
             obj.input_ids = await asyncio.to_thread(self._encode, obj)
 
@@ -75,7 +80,7 @@ class RequestPreparer:
                 f"least 1",
                 param=name,
             )
-        remaining = self.max_request_len - len(input_ids)
+        remaining = self.limit.tokens - len(input_ids)
         params.max_new_tokens = max(1, min(remaining if asked is None else asked, remaining))
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
         self._check_logprobs(obj, len(input_ids))
@@ -140,7 +145,7 @@ class RequestPreparer:
             raise RequestError(str(error), param=obj.prompt_field) from error
 
     def _fit_prompt(self, obj: GenerateReqInput, ids: list[int]) -> list[int]:
-        longest = self.max_request_len - 1
+        longest = self.limit.longest_prompt
         if len(ids) <= longest:
             return ids
         if self._config.allow_auto_truncate:
@@ -149,10 +154,8 @@ class RequestPreparer:
         raise self._too_long(obj, str(len(ids)))
 
     def _too_long(self, obj: GenerateReqInput, how_many: str) -> RequestError:
-        longest = self.max_request_len - 1
         return RequestError(
-            f"{obj.prompt_field} has {how_many} tokens, the longest prompt this server can run "
-            f"has {longest}; shorten it, or start the server with --allow-auto-truncate",
+            self.limit.refusal(obj.prompt_field, how_many),
             param=obj.prompt_field,
             code="context_length_exceeded",
         )

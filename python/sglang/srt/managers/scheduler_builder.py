@@ -15,6 +15,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.compiler import GrammarCompiler
 from sglang.srt.layers.attention.linear.utils import select_linear_attn_backends
 from sglang.srt.managers.request_factory import RequestFactory
+from sglang.srt.managers.request_limit import RequestLimit
 from sglang.srt.managers.schedule_policy import PrefillPolicy
 from sglang.srt.managers.scheduler import Scheduler, Send
 from sglang.srt.managers.scheduler_metrics import SchedulerMetrics
@@ -43,6 +44,7 @@ from sglang.srt.speculative.simulated_info import simulated_info
 logger = logging.getLogger(__name__)
 
 UNLIMITED_CHUNK_TOKENS = 1 << 30
+LEAST_REQUEST_TOKENS = 2
 
 
 @dataclass
@@ -96,8 +98,8 @@ def build_engine(args: ServerArgs, send: Send, *, device_steps: bool | None = No
         worker.capture_graphs()
     overlap = device_steps and not args.disable_overlap_schedule
     chunk_tokens = args.chunked_prefill_size
-    max_req_len = _max_req_len(memory, plan, draft_token_num * (2 if overlap else 1))
-    info = _info(args, model_config, plan, memory, max_req_len)
+    limit = _request_limit(plan, model_config, draft_token_num)
+    info = _info(args, model_config, plan, limit)
     if drafter is not None:
         info |= {"speculative_accept_rule": accept_rule.name, **simulated_info()}
     tokenizer = _load_tokenizer(args)
@@ -125,7 +127,7 @@ def build_engine(args: ServerArgs, send: Send, *, device_steps: bool | None = No
         ),
         factory=RequestFactory(
             vocab_size=model_config.vocab_size,
-            max_req_len=max_req_len,
+            limit=limit,
             decode=None if tokenizer is None else tokenizer.decode,
             random_seed=args.random_seed,
             use_priority=args.enable_priority_scheduling,
@@ -189,20 +191,23 @@ def _build_runner(
     )
 
 
-def _max_req_len(memory: RequestMemory, plan: MemoryPlan, draft_token_num: int) -> int:
-    """Tokens of the largest request; the rows of one more step must fit behind them.
+def _request_limit(
+    plan: MemoryPlan, model_config: ModelConfig, draft_token_num: int
+) -> RequestLimit:
+    """The largest request.
 
-    Raises: MemoryPlanError if that leaves no room for a prompt and an output token.
+    Raises: MemoryPlanError if the pool has no room for a prompt and an output token.
     """
-    pool = memory.largest_request()
-    longest = min(pool, plan.context_length) - draft_token_num
-    if longest < 2:
+    if plan.largest_request_tokens < LEAST_REQUEST_TOKENS:
         raise MemoryPlanError(
-            f"--context-length {plan.context_length} and a KV cache that holds {pool} tokens of one "
-            f"request serve nobody: a prompt token, an output token and {draft_token_num} rows of a "
-            f"step need {draft_token_num + 2}; raise --context-length or --max-total-tokens"
+            f"a KV cache of {plan.max_total_num_tokens} tokens serves nobody: a prompt token, an "
+            f"output token and {draft_token_num} rows of a step need "
+            f"{draft_token_num + LEAST_REQUEST_TOKENS}; raise --max-total-tokens or "
+            "--mem-fraction-static"
         )
-    return longest
+    return RequestLimit(
+        plan.largest_request_tokens, plan.context_length, model_config.max_position_embeddings
+    )
 
 
 def _build_memory(
@@ -294,16 +299,15 @@ def _info(
     args: ServerArgs,
     model_config: ModelConfig,
     plan: MemoryPlan,
-    memory: RequestMemory,
-    max_req_len: int,
+    limit: RequestLimit,
 ) -> dict:
     """Effective sizes, JSON-compatible; known from start to end."""
     return {
-        "max_req_input_len": max_req_len - 1,
-        "max_req_len": max_req_len,
+        "max_req_input_len": limit.longest_prompt,
+        "max_req_len": limit.tokens,
         "max_total_num_tokens": plan.max_total_num_tokens,
         "max_running_requests": plan.max_running_requests,
-        "context_length": min(plan.context_length, max_req_len),
+        "context_length": limit.tokens,
         "model_context_length": model_config.max_position_embeddings,
         "vocab_size": model_config.vocab_size,
         "dtype": args.dtype,

@@ -169,12 +169,12 @@ def plan_notes(
             f"--max-running-requests {inputs.max_running} becomes {num_requests}: the state pool "
             f"serves no more at {inputs.ratio} slots each; raise --max-mamba-cache-size to {need}"
         )
-    if tokens < inputs.context:
-        price = inputs.bytes_per_token
+    if largest < inputs.context:
+        price, rows = inputs.bytes_per_token, inputs.draft_tokens or 1
         notes.append(
             f"the longest request that can run is {largest} tokens, below the context length "
-            f"{inputs.context}, whose KV needs {_size(inputs.context * price)} while "
-            f"{_size(tokens * price)} are there: raise --max-total-tokens or the memory, or lower "
+            f"{inputs.context}, whose KV needs {_size((inputs.context + rows) * price)} with the rows "
+            f"of a step while {_size(tokens * price)} are there: raise --max-total-tokens or the memory, or lower "
             "--context-length"
         )
     if inputs.args.enable_linear_lossless_verify and inputs.verifies:

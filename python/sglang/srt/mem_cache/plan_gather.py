@@ -35,8 +35,10 @@ DEFERRED_RING_CELLS = 16
 """Least length of the tuple ring of a deferred commit; it holds two of the widest verifies at least."""
 LEAST_MAMBA_SHARE, MOST_MAMBA_SHARE = 1e-6, 1e6
 """Range of ``--mamba-full-memory-ratio`` in which the division of a budget is exact."""
+STEPS_AHEAD = 2
+"""Steps whose rows a request may hold at once: the one in flight and the next."""
 ROW_SLACK = 4
-"""Positions a request row has beyond context and draft tail."""
+"""Positions a request row has beyond the context and the rows of steps."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ def gather(
     _check_flags(model, args, draft_tokens)
     draft = draft_needs(model, draft_config, args, draft_tokens)
     context = args.context_length or model.max_position_embeddings
-    row_tokens = -(-(context + draft.tail_tokens + ROW_SLACK) // page) * page
+    tail = max(draft.tail_tokens, STEPS_AHEAD * (draft_tokens or 1))
+    row_tokens = -(-(context + tail + ROW_SLACK) // page) * page
     topk = args.speculative_eagle_topk
     extra_buffer = args.mamba_radix_cache_strategy in ("extra_buffer", "extra_buffer_lazy")
     return PlanInputs(

@@ -138,7 +138,8 @@ def _assemble(
     charged = rows * inputs.charged_row(kind)
     freed = rows * inputs.charged_row(SNAPSHOTS) - charged
     context = inputs.context
-    largest = min(context, tokens) - (inputs.draft_tokens or 1)  # a step writes that many rows
+    # The context is what a request may have; the pool also holds the rows of a step behind it.
+    largest = min(context, tokens - width)
     return MemoryPlan(
         device=args.device,
         device_memory_bytes=inputs.memory,

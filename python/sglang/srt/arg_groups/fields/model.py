@@ -47,7 +47,7 @@ class ModelFields:
     context_length: int | None = flag(
         None,
         "Longest sequence (prompt and answer), in tokens.",
-        minimum=1,
+        minimum=2,
         auto="the model's max_position_embeddings",
     )
     served_model_name: str | None = flag(
