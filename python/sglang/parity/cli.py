@@ -39,6 +39,7 @@ from sglang.version import __version__
 ALGORITHMS = ("EAGLE", "NEXTN", "DFLASH", "DSPARK")
 """Those that lossless verify serves; asked for before the first server starts."""
 
+DEFAULT_ALGORITHM = "NEXTN"
 LOSSLESS = "--enable-linear-lossless-verify"
 NO_CACHE = "--disable-radix-cache"
 BUNDLED_DRAFTS = {"DFLASH": "demo-dflash", "DSPARK": "demo-dspark"}
@@ -66,8 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model-path", help="checkpoint folder, or demo")
     add(
         "--algorithms",
-        default="NEXTN",
-        help="comma-separated speculative algorithms to run (default: NEXTN)",
+        help=f"comma-separated speculative algorithms to run (default: {DEFAULT_ALGORITHM})",
     )
     add(
         "--draft-model-path",
@@ -85,7 +85,6 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--protocol",
         choices=("native", "openai"),
-        default="native",
         help="protocol of attached servers (default: native)",
     )
     add("--api-key", help="bearer key of the servers")
@@ -124,6 +123,9 @@ def main(argv: Sequence[str] | None = None, *, launcher: Sequence[str] = LAUNCHE
     except (ServerError, ValueError, OSError) as error:
         print(f"sglang parity: {error}", file=sys.stderr)
         return NOT_COMPARED
+    except KeyboardInterrupt:
+        print("sglang parity: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     print(table(reports))
     command = shlex.join(["sglang", "parity", *argv])
     if args.json:
@@ -193,9 +195,16 @@ def _check_writable(args: argparse.Namespace) -> None:
 
 
 def _run_attached(args: argparse.Namespace, server_flags: list[str], job: Job) -> AlgorithmReport:
-    if server_flags or args.model_path:
-        extra = " ".join(["--model-path"] * bool(args.model_path) + server_flags)
-        raise ValueError(f"{extra}: servers that run already take no flags; leave out --attach")
+    own = {
+        "--model-path": args.model_path,
+        "--algorithms": args.algorithms,
+        "--draft-model-path": args.draft_model_path,
+    }
+    extra = " ".join([*(flag for flag, value in own.items() if value), *server_flags])
+    if extra:
+        raise ValueError(
+            f"{extra}: servers that run already take no flags; leave them out, or --attach"
+        )
     left, right = args.attach
     if left.rstrip("/") == right.rstrip("/"):
         raise ValueError(f"--attach {left} {right}: both are the same server")
@@ -204,7 +213,7 @@ def _run_attached(args: argparse.Namespace, server_flags: list[str], job: Job) -
             raise ValueError(f"--attach {url}: an address begins with http:// or https://")
         check_listening(url)
     make: type[NativeClient] | type[OpenAIClient]
-    make = NativeClient if args.protocol == "native" else OpenAIClient
+    make = OpenAIClient if args.protocol == "openai" else NativeClient
 
     def client(url: str) -> Client:
         return make(url, api_key=args.api_key)
@@ -221,11 +230,17 @@ def _run_started(
         name = flag.partition("=")[0]
         if name in CHOSEN_HERE:
             raise ValueError(f"{name}: {CHOSEN_HERE[name]}")
-    algorithms = _names(args.algorithms, "--algorithms")
+    if args.protocol is not None:
+        raise ValueError(
+            f"--protocol {args.protocol}: is of --attach; servers started here are asked natively"
+        )
+    algorithms = _names(
+        DEFAULT_ALGORITHM if args.algorithms is None else args.algorithms, "--algorithms"
+    )
     for algorithm in algorithms:
         if algorithm not in ALGORITHMS:
             raise ValueError(f"--algorithms {algorithm}: choose of {', '.join(ALGORITHMS)}")
-    drafts = _drafts(args)
+    drafts = _drafts(args, algorithms)
     common = ["--model-path", args.model_path, *server_flags]
     if args.api_key:
         common += ["--api-key", args.api_key]
@@ -242,13 +257,18 @@ def _run_started(
     return reports
 
 
-def _drafts(args: argparse.Namespace) -> dict[str, str]:
+def _drafts(args: argparse.Namespace, algorithms: Sequence[str]) -> dict[str, str]:
     """Draft checkpoint of each algorithm that has one."""
     drafts = dict(BUNDLED_DRAFTS if args.model_path == "demo" else {})
     for item in args.draft_model_path:
         algorithm, _, path = item.partition("=")
         if not path:
             raise ValueError(f"--draft-model-path {item!r}: write ALGORITHM=PATH")
+        if algorithm not in algorithms:
+            raise ValueError(
+                f"--draft-model-path {item}: {algorithm} is not among --algorithms "
+                f"{','.join(algorithms)}; add it there"
+            )
         drafts[algorithm] = path
     return drafts
 

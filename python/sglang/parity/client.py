@@ -25,6 +25,7 @@ class Completion:
     """What a server answered.
 
     output      token ids, or characters where the server reports no ids
+    num_tokens  tokens of the output, None if not reported
     prompt      prompt token ids if known
     cached      prompt tokens from the prefix cache, None if not reported
     digest      digest of the recurrent state at the end, None if not reported
@@ -34,11 +35,17 @@ class Completion:
     text: str
     output: list[int] | list[str]
     prompt_text: str = ""
+    num_tokens: int | None = None
     prompt: list[int] | None = None
     cached: int | None = None
     digest: str | None = None
     accept_length: float | None = None
     num_verify: int | None = None
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether ``output`` are token ids; an empty one is neither and goes with both."""
+        return all(isinstance(item, int) for item in self.output[:1])
 
 
 @dataclass(frozen=True)
@@ -157,6 +164,7 @@ class NativeClient:
             text=reply["text"],
             output=ids if ids is not None else list(reply["text"]),
             prompt_text=prompt,
+            num_tokens=meta.get("completion_tokens", None if ids is None else len(ids)),
             prompt=prompt_ids,
             cached=meta.get("cached_tokens"),
             digest=meta.get("state_digest"),
@@ -187,7 +195,7 @@ class NativeClient:
     def follow(self, first: Completion, text: str, max_tokens: int) -> Completion:
         prompt = first.prompt_text + first.text + text
         tail = self.tokenize(text)
-        if first.prompt is None or tail is None or not _is_ids(first.output):
+        if first.prompt is None or tail is None or not first.has_ids:
             return self.complete(prompt, max_tokens)
         ids = [*first.prompt, *first.output, *tail]
         return self._completion(self._generate({"input_ids": ids}, max_tokens), prompt, ids)
@@ -200,7 +208,7 @@ class NativeClient:
         self._post("/flush_cache", {})
 
     def gap(self, completion: Completion, position: int) -> float | None:
-        if completion.prompt is None or not _is_ids(completion.output):
+        if completion.prompt is None or not completion.has_ids:
             return None
         body = self._body(1) | {
             "input_ids": [*completion.prompt, *completion.output[:position]],
@@ -247,10 +255,12 @@ class OpenAIClient:
     def complete(self, prompt: str, max_tokens: int) -> Completion:
         choice, usage = self._choice(prompt, max_tokens)
         details = usage.get("prompt_tokens_details") or {}
+        ids = choice.get("token_ids")
         return Completion(
             text=choice["text"],
-            output=choice.get("token_ids") or list(choice["text"]),
+            output=ids or list(choice["text"]),
             prompt_text=prompt,
+            num_tokens=usage.get("completion_tokens", len(ids) if ids else None),
             cached=details.get("cached_tokens"),
         )
 
@@ -282,7 +292,7 @@ class OpenAIClient:
             return None
         logprobs = choice.get("logprobs") or {}
         top = logprobs.get("top_logprobs") or []
-        if not _is_ids(completion.output):
+        if not completion.has_ids:
             position = _token_at(logprobs.get("text_offset") or [], position)
         if not 0 <= position < len(top) or len(top[position]) < 2:
             return None
@@ -291,10 +301,6 @@ class OpenAIClient:
 
     def facts(self) -> ServerFacts:
         return ServerFacts()
-
-
-def _is_ids(output: list) -> bool:
-    return bool(output) and isinstance(output[0], int)
 
 
 def _guess_tokens(text: str) -> int:

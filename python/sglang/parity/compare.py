@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from sglang.parity.client import Client, Completion
 from sglang.parity.workloads import Outcome
@@ -13,6 +13,7 @@ from sglang.parity.workloads import Outcome
 class Difference:
     """First position at which two outputs differ, or differing state digests (position -1).
 
+    ``is_text``    the position counts characters, as a server reports no token ids
     ``logit_gap``  difference of the two best log probabilities there: small at a near tie
     """
 
@@ -22,6 +23,7 @@ class Difference:
     left: int | str | None
     right: int | str | None
     logit_gap: float | None = None
+    is_text: bool = False
 
     def sentence(self) -> str:
         """One line for a person."""
@@ -29,7 +31,8 @@ class Difference:
             return f"{self.group} {self.index}: same tokens, but the recurrent state differs"
         gap = "" if self.logit_gap is None else f", gap of the two best {self.logit_gap:.2e}"
         return (
-            f"{self.group} {self.index}: first difference at output {self.position}: "
+            f"{self.group} {self.index}: first difference at "
+            f"{'character' if self.is_text else 'output'} {self.position}: "
             f"{self.left!r} against {self.right!r}{gap}"
         )
 
@@ -39,12 +42,14 @@ class GroupResult:
     """Comparisons of one column of the table.
 
     ``cached``  prompt tokens from the prefix cache, of each right output that reports them
+    ``compared_chars``  characters of outputs whose tokens neither server counts
     """
 
     group: str
     equal: int = 0
     total: int = 0
     compared_tokens: int = 0
+    compared_chars: int = 0
     compared_digests: int = 0
     cached: list[int] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
@@ -99,14 +104,23 @@ def compare_runs(
 def _compare_one(result: GroupResult, a: Completion, b: Completion, client: Client | None) -> None:
     index = result.total
     result.total += 1
-    result.compared_tokens += len(a.output)
+    counts = [c.num_tokens for c in (a, b) if c.num_tokens is not None]
+    if a.has_ids and b.has_ids:
+        counts = [len(a.output)]
+    else:
+        a, b = _as_text(a), _as_text(b)
+    result.compared_tokens += max(counts, default=0)
+    result.compared_chars += 0 if counts else len(a.output)
     if b.cached is not None:
         result.cached.append(b.cached)
     position = first_difference(a, b)
     if position is not None:
         gap = client.gap(a, position) if client is not None else None
         left, right = (c.output[position] if position < len(c.output) else None for c in (a, b))
-        result.differences.append(Difference(result.group, index, position, left, right, gap))
+        is_text = isinstance(left, str) or isinstance(right, str)
+        result.differences.append(
+            Difference(result.group, index, position, left, right, gap, is_text)
+        )
         return
     if a.digest is not None and b.digest is not None:
         result.compared_digests += 1
@@ -114,3 +128,7 @@ def _compare_one(result: GroupResult, a: Completion, b: Completion, client: Clie
             result.differences.append(Difference(result.group, index, -1, a.digest, b.digest))
             return
     result.equal += 1
+
+
+def _as_text(completion: Completion) -> Completion:
+    return replace(completion, output=list(completion.text))

@@ -52,6 +52,20 @@ class AlgorithmReport:
         return sum(g.compared_tokens for g in self.across.values())
 
     @property
+    def num_chars(self) -> int:
+        """Characters of outputs whose tokens no server counts."""
+        return sum(g.compared_chars for g in self.across.values())
+
+    @property
+    def extent(self) -> str:
+        """How much was compared, in words."""
+        chars = f", {self.num_chars} characters without a count of tokens" if self.num_chars else ""
+        return (
+            f"{self.num_comparisons} outputs, {self.num_tokens} tokens{chars} and "
+            f"{self.num_digests} state digests"
+        )
+
+    @property
     def num_digests(self) -> int:
         return sum(g.compared_digests for g in self.across.values())
 
@@ -77,6 +91,7 @@ class AlgorithmReport:
             "verdict": VERDICTS[self.verdict],
             "comparisons": self.num_comparisons,
             "tokens": self.num_tokens,
+            "characters": self.num_chars,
             "state_digests": self.num_digests,
             "accept_length": self.accept_length,
             "across": {name: g.to_dict() for name, g in self.across.items()},
@@ -133,10 +148,7 @@ def table(reports: Sequence[AlgorithmReport]) -> str:
         lines += ["", *_columns([MEMORY_HEAD, *memory])]
     lines.append("")
     for report in reports:
-        lines.append(
-            f"{report.algorithm}: {report.num_comparisons} outputs, {report.num_tokens} tokens and "
-            f"{report.num_digests} state digests compared"
-        )
+        lines.append(f"{report.algorithm}: {report.extent} compared")
         lines += [f"  {sentence}" for sentence in report.sentences()]
     return "\n".join(lines)
 
@@ -155,11 +167,7 @@ def page(reports: Sequence[AlgorithmReport], command: str) -> str:
     sentences = [f"{r.algorithm}: {text}" for r in reports for text in r.sentences()]
     listing = "".join(f"<li>{html.escape(text)}</li>" for text in sentences)
     memory = [row for report in reports for row in _memory_rows(report)]
-    counts = "".join(
-        f"<li>{html.escape(r.algorithm)}: {r.num_comparisons} outputs, {r.num_tokens} tokens, "
-        f"{r.num_digests} state digests</li>"
-        for r in reports
-    )
+    counts = "".join(f"<li>{html.escape(r.algorithm)}: {r.extent}</li>" for r in reports)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Parity report</title>'
         "<style>:root{color-scheme:light dark}body{font:16px system-ui;margin:2rem}"

@@ -253,7 +253,10 @@ class _Cells(HTMLParser):
 
 
 def test_page_is_well_formed_and_escapes():
-    report, _ = stub_pair(right_change=lambda n, a: setattr(a, "output", ["<b>", *a.output]))
+    def change(number, answer):
+        answer.output, answer.text = list("<b>"), "<b>"
+
+    report, _ = stub_pair(right_change=change)
     text = page([report], "sglang parity --model-path '<x>'")
     cells = _Cells()
     cells.feed(text)
@@ -275,6 +278,13 @@ def test_page_is_well_formed_and_escapes():
         (["--attach", "http://a", "http://a/"], "same server"),
         (["--attach", "here", "http://a"], "--attach here: an address begins with"),
         (["--attach", "http://a", "http://b", "--page-size", "1"], "--page-size"),
+        (["--attach", "http://a", "http://b", "--algorithms", "DFLASH"], "--algorithms: servers"),
+        (["--attach", "http://a", "http://b", "--draft-model-path", "A=B"], "--draft-model-path: "),
+        (["--model-path", "demo", "--protocol", "openai"], "--protocol openai: is of --attach"),
+        (
+            ["--model-path", "demo", "--draft-model-path", "DSPARK=x"],
+            "not among --algorithms NEXTN",
+        ),
         (["--model-path", "demo", "--json", "/no/such/folder/x.json"], "--json /no/such/folder"),
         (["--attach", "http://127.0.0.1:1", "http://127.0.0.1:2"], "is the server running"),
     ],
@@ -290,6 +300,15 @@ def test_a_dead_second_server_is_found_before_the_first_one_runs(servers, capsys
     assert main(["--attach", left, "http://127.0.0.1:1"]) == NOT_COMPARED
     shown = capsys.readouterr().err
     assert "http://127.0.0.1:1: " in shown and "run 1" not in shown
+
+
+def test_an_interrupted_run_ends_without_a_traceback(servers, monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sglang.parity.cli.run_pair", interrupted)
+    assert main(["--attach", *servers[:2]]) == 130
+    assert capsys.readouterr().err == "sglang parity: interrupted\n"
 
 
 def test_position_of_a_character_in_tokens():
@@ -362,7 +381,38 @@ def test_attached_servers(servers, protocol, tmp_path, capsys):
     assert main(["--attach", left, right, *options]) == EQUAL
     assert json.loads(report.read_text())["verdict"] == "equal"
     assert main(["--attach", left, other, *options]) == DIFFERENT
-    assert "first difference at output 0" in capsys.readouterr().out
+    place = "output 0" if protocol == "native" else "character 0"
+    assert f"first difference at {place}" in capsys.readouterr().out
+
+
+def text_of(text, num_tokens=None):
+    return Completion(text=text, output=list(text), num_tokens=num_tokens)
+
+
+def one_group(left, right):
+    (result,) = compare(Outcome([left], ["single"]), Outcome([right], ["single"]), None)
+    return result
+
+
+def test_text_counts_as_many_tokens_as_the_server_says(servers):
+    """Catches characters that are called tokens."""
+    counted = one_group(text_of("abcd", 2), text_of("abcd", 2))
+    assert (counted.compared_tokens, counted.compared_chars) == (2, 0)
+    unknown = one_group(text_of("abcd"), text_of("abcd"))
+    assert (unknown.compared_tokens, unknown.compared_chars) == (0, 4)
+    report = AlgorithmReport("attached", across={"single": unknown})
+    for shown in (table([report]), page([report], "x")):
+        assert "1 outputs, 0 tokens, 4 characters without a count of tokens" in shown
+    answer = OpenAIClient(servers[0]).complete("éé", 8)
+    assert (answer.text, answer.num_tokens) == ("éééé", 8)
+
+
+def test_ids_and_text_are_compared_as_text():
+    """Catches an id that "differs" from the letter which it stands for."""
+    ids = Completion(text="ab", output=[97, 98])
+    assert one_group(ids, text_of("ab")).is_equal
+    (difference,) = one_group(text_of("ax"), ids).differences
+    assert "first difference at character 1: 'x' against 'b'" in difference.sentence()
 
 
 def test_openai_gap_comes_from_log_probabilities(servers):
