@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -62,6 +63,18 @@ def floors(config: ModelConfig, shape: StepShape, *, kv_bytes: int = 2) -> dict[
         "head": config.vocab_size * config.hidden_size * 2 / BYTES_PER_US * (1 + shape.draft_steps),
     }
     return {family: us for family, us in found.items() if us > 0}
+
+
+def prompts_floors(
+    config: ModelConfig, prompts: int, tokens: int, chunk: int, *, num_steps: int
+) -> dict[str, float]:
+    """Family -> us a step, for whole prompts in chunks of at most ``chunk``, spread over the steps."""
+    total: dict[str, float] = defaultdict(float)
+    for start in range(0, tokens, chunk):
+        shape = StepShape(1, min(chunk, tokens - start), start)
+        for family, us in floors(config, shape).items():
+            total[family] += prompts * us / num_steps
+    return dict(total)
 
 
 def _is_small(weight: Weight) -> bool:

@@ -42,6 +42,9 @@ FAMILIES: tuple[tuple[str, str], ...] = (
 )
 """First that matches a kernel's name. A library GEMM of 100 us and more is the head."""
 HEAD_US = 100.0
+TO_HOST = "Memcpy DtoH"
+LONG_WAIT_US = 10.0
+"""Kernels of a CUDA graph follow each other within a few us; longer waits are the host's."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,73 @@ def profile_record(events: Sequence[Event], *, num_steps: int) -> dict[str, Any]
         "kernels": [asdict(row) for row in rows],
         "gaps": line.gaps,
     }
+
+
+def spans(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """Disjoint (start, end) in order, together all the time in which at least one event ran."""
+    merged: list[tuple[float, float]] = []
+    for event in sorted(events, key=lambda event: event.start):
+        if merged and event.start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], event.end))
+        else:
+            merged.append((event.start, event.end))
+    return merged
+
+
+def overlap_us(events: Iterable[Event], others: Iterable[Event]) -> float:
+    """Time in which one of ``events`` and one of ``others`` ran at once."""
+    ours, theirs = spans(events), spans(others)
+    total, i, j = 0.0, 0, 0
+    while i < len(ours) and j < len(theirs):
+        total += max(0.0, min(ours[i][1], theirs[j][1]) - max(ours[i][0], theirs[j][0]))
+        if ours[i][1] <= theirs[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def service_record(events: Sequence[Event], *, num_steps: int, wall_us: float) -> dict[str, Any]:
+    """A timeline of work that nobody waited for, copies to the host apart from all else.
+
+    wall_us  what the same work takes without the profiler, all steps together
+    Busy and idle count everything but copies to the host, which are to run beside the kernels.
+    """
+    copies = [event for event in events if event.name.startswith(TO_HOST)]
+    work = [event for event in events if not event.name.startswith(TO_HOST)]
+    line, merged = timeline(work), spans(work)
+    waits = [after[0] - before[1] for before, after in zip(merged, merged[1:], strict=False)]
+    long = [wait for wait in waits if wait >= LONG_WAIT_US]
+    copied = sum(end - start for start, end in spans(copies))
+    return profile_record(work, num_steps=num_steps) | {
+        "wall_us_per_step": wall_us / num_steps,
+        "gpu_idle_share_of_wall": max(0.0, 1 - line.busy / wall_us),
+        "copies_to_host": len(copies),
+        "copies_to_host_us": copied,
+        "copies_beside_work_share": overlap_us(copies, work) / copied if copied else None,
+        "long_waits_per_step": len(long) / num_steps,
+        "long_waits_share": sum(long) / line.span if line.span else 0.0,
+        "longest_wait_us": max(waits, default=0.0),
+    }
+
+
+def service_notes(record: dict[str, Any]) -> list[str]:
+    """What a service record says about waiting, in sentences."""
+    copies = "No copies to the host."
+    if record["copies_to_host"]:
+        copies = (
+            f"{record['copies_to_host']} copies to the host take {record['copies_to_host_us']:,.0f} "
+            f"us in all, {100 * record['copies_beside_work_share']:.1f} % of it beside other work."
+        )
+    return [
+        f"Idle, copies to the host aside: {100 * record['gpu_idle_share']:.1f} % of the profiled "
+        f"timeline, {100 * record['gpu_idle_share_of_wall']:.1f} % of the wall time without the "
+        "profiler.",
+        f"Waits of {LONG_WAIT_US:g} us and more: {record['long_waits_per_step']:.1f} a step, "
+        f"{100 * record['long_waits_share']:.1f} % of the timeline; the longest "
+        f"{record['longest_wait_us']:,.0f} us.",
+        copies,
+    ]
 
 
 def markdown_of(title: str, record: dict[str, Any], floors_us: dict[str, float]) -> str:

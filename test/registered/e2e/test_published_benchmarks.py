@@ -16,7 +16,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.repo import ROOT
 
-register_cpu_ci(est_time=45, suite="e2e")
+register_cpu_ci(est_time=55, suite="e2e")
 
 
 def script(name, *words, status=0):
@@ -40,6 +40,11 @@ def script(name, *words, status=0):
             "profile_step.py",
             "--out {out} --from-json {bad}",
             "is no profile that this script wrote",
+        ),
+        (
+            "profile_step.py",
+            "--demo --out {out} --service-prompts -1",
+            "--service-prompts -1: must be at least 0",
         ),
         ("run.py", "--demo --out {out} --accept-length nan", "--accept-length nan"),
         ("run.py", "--demo --out {out} --sample-s 0", "--sample-s 0"),
@@ -158,11 +163,30 @@ def test_a_comparison_without_time_says_so(tmp_path):
 
 def test_the_profile_of_a_step(tmp_path):
     out = tmp_path / "profile.json"
-    script("profile_step.py", "--demo", "--out", out, "--steps", "2", "--warmup-steps", "1")
+    words = [
+        "--steps",
+        "2",
+        "--warmup-steps",
+        "1",
+        "--service-prompts",
+        "3",
+        "--service-steps",
+        "4",
+    ]
+    script("profile_step.py", "--demo", "--out", out, *words)
     steps = json.loads(out.read_text())["steps"]
+    assert [title.split(":")[0].split(" of ")[0] for title in steps] == [
+        *("prompts in service", "prefill chunk", "verify step", "decode in service"),
+    ]
     verify = next(record for title, record in steps.items() if title.startswith("verify step of 4"))
     assert verify["wall_us_per_step"] > verify["gpu_busy_us_per_step"] > 0
     assert verify["kernels"] and verify["num_steps"] == 2
+    prompts, decode = steps["prompts in service: 3 x 700"], list(steps.values())[-1]
+    assert prompts["num_steps"] == -(-3 * 700 // 512) and decode["num_steps"] == 4
+    for record in (prompts, decode):
+        assert 0 < record["gpu_idle_share_of_wall"] < 1 and record["wall_us_per_step"] > 0
+        assert record["copies_to_host"] == 0 and record["copies_beside_work_share"] is None
+    assert "3 prompts of 700 tokens in 5 steps" in prompts["notes"][0]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.planner import make_plan
 from sglang.srt.server_args import prepare_server_args
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.plan_cases import model
 from sglang.test.repo import ROOT
 
 register_cpu_ci(est_time=3, suite="unit")
@@ -111,6 +112,48 @@ def test_ratios_are_of_medians_and_leave_warm_ups_out():
     assert "| output, tok/s | 10.0 | 9.0 | -10.0 % |" in page, "one run has no spread"
     assert "| output over accept length, 1/s | 5.5 | 11.0 | +100.0 % |" in page
     assert page.rstrip().endswith(line)
+
+
+def test_copies_to_the_host_beside_kernels():
+    """Catches a copy that counts as work of the GPU, overlap counted twice, and waits of other steps."""
+    from kernel_table import Event, overlap_us, service_notes, service_record
+
+    copy = "Memcpy DtoH (Device -> Pinned)"
+    events = [
+        Event("gemm_kernel", 0, 100),
+        Event("gemm_kernel", 50, 100),  # two streams: 0 to 150 is busy
+        Event(copy, 100, 100),  # 50 of it beside kernels, then alone
+        Event("Memcpy HtoD (Pinned -> Device)", 155, 5),
+        Event("rms_norm_kernel", 230, 20),
+        Event(copy, 240, 20),
+    ]
+    record = service_record(events, num_steps=2, wall_us=500.0)
+    assert record["gpu_busy_us_per_step"] * 2 == 150 + 5 + 20
+    assert record["gpu_idle_share"] == pytest.approx(75 / 250)
+    assert record["gpu_idle_share_of_wall"] == pytest.approx(1 - 175 / 500)
+    assert (record["copies_to_host"], record["copies_to_host_us"]) == (2, 120)
+    assert record["copies_beside_work_share"] == pytest.approx((50 + 5 + 10) / 120)
+    assert record["long_waits_per_step"] == 0.5 and record["longest_wait_us"] == 70
+    assert record["long_waits_share"] == pytest.approx(70 / 250), "5 us is a short wait"
+    assert all(row["name"] != copy for row in record["kernels"])
+    assert "54.2 % of it beside other work" in service_notes(record)[2]
+    alone = service_record(events[:2], num_steps=1, wall_us=150.0)
+    assert alone["copies_beside_work_share"] is None and alone["long_waits_per_step"] == 0
+    assert overlap_us(events[:2], events[:2]) == 150
+
+
+def test_floors_of_whole_prompts():
+    """Catches chunks that all start at 0, a short last chunk taken for a full one, and prompts summed
+    where a step is asked for."""
+    from floors import StepShape, floors, prompts_floors
+
+    config = model("Qwen3.6-35B-A3B-FP8")
+    chunks = [
+        floors(config, StepShape(1, n, at)) for n, at in ((8192, 0), (8192, 8192), (1616, 16384))
+    ]
+    found = prompts_floors(config, 4, 18_000, 8_192, num_steps=9)
+    for family, us in found.items():
+        assert us == pytest.approx(4 / 9 * sum(chunk[family] for chunk in chunks))
 
 
 @pytest.mark.parametrize("name", ["mtp", "dflash", "dflash2", "dspark"])
