@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang.benchmark.options import BenchError
+from sglang.benchmark.options import COUNTS, COUNTS_OR_NONE, BenchError, check_range
 from sglang.srt.arg_groups.pipeline import run_resolution_pipeline
 from sglang.srt.mem_cache.plan_inputs import MemoryPlanError
 from sglang.srt.server_args import ServerArgs, prepare_server_args
@@ -68,8 +68,8 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, ServerArgs]
     options, words = own.parse_known_args(argv)
     for name in ("batch_size", "input_len", "output_len"):
         for value in vars(options)[name]:
-            if value < 1:
-                raise BenchError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+            check_range(f"--{name.replace('_', '-')}", value, COUNTS)
+    check_range("--log-decode-step", options.log_decode_step, COUNTS_OR_NONE)
     args = prepare_server_args(words)
     if args.max_running_requests is None:
         args = replace(args, max_running_requests=max(options.batch_size))

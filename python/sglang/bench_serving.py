@@ -23,9 +23,11 @@ from sglang.benchmark.figures import table
 from sglang.benchmark.options import (
     BACKENDS,
     DATASETS,
+    PORTS,
     BenchError,
     LengthOptions,
     ServingOptions,
+    check_range,
 )
 from sglang.benchmark.serving import note, run_serving_benchmark
 
@@ -169,6 +171,7 @@ def read_options(argv: Sequence[str] | None = None) -> ServingOptions:
     args = build_parser().parse_args(argv)
     given = vars(args)
     port = args.port if args.port is not None else BACKENDS[args.backend].port
+    check_range("--port", port, PORTS)
     same = {
         name: given[name]
         for name in ServingOptions.__dataclass_fields__

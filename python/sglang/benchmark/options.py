@@ -6,10 +6,52 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 
 class BenchError(RuntimeError):
     """The benchmark cannot run as asked; the message names the flag, the value and the way out."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``low`` to ``high``, both included; NaN is in no range."""
+
+    low: float
+    high: float
+    remark: str = ""
+
+
+MOST = 100_000_000
+COUNTS = Range(1, MOST)
+COUNTS_OR_NONE = Range(0, MOST)
+PORTS = Range(1, 65535)
+RATES = Range(1e-6, math.inf, "inf sends all at once")
+SHARES = Range(0, 1, "1 gives every request the full lengths")
+SECONDS = Range(0, MOST)
+
+
+def check_range(flag: str, value: float, allowed: Range) -> None:
+    """Raises: BenchError naming the flag, the value and what is allowed."""
+    if not allowed.low <= value <= allowed.high:
+        remark = f"; {allowed.remark}" if allowed.remark else ""
+        low, high = (f"{bound:.16g}" for bound in (allowed.low, allowed.high))
+        raise BenchError(f"{flag} {value}: must be at least {low} and at most {high}{remark}")
+
+
+def check_url(url: str) -> None:
+    """Raises: BenchError unless it is an HTTP address whose port, if it has one, exists."""
+    if not url.startswith(("http://", "https://")):
+        raise BenchError(f"--base-url {url}: must begin with http:// or https://")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise BenchError(
+            f"--base-url {url}: {error}; a port is a number from 1 to 65535"
+        ) from error
+    if not parts.hostname or port == 0:
+        raise BenchError(f"--base-url {url}: write http://HOST:PORT with a port from 1 to 65535")
 
 
 @dataclass(frozen=True)
@@ -111,8 +153,7 @@ class ServingOptions:
             raise BenchError(
                 f"--dataset-name {self.dataset_name}: use one of {', '.join(DATASETS)}"
             )
-        if not self.base_url.startswith(("http://", "https://")):
-            raise BenchError(f"--base-url {self.base_url}: must begin with http:// or https://")
+        check_url(self.base_url)
         self._check_numbers()
         if self.dataset_name in ("sharegpt", "custom") and self.dataset_path is None:
             raise BenchError(
@@ -131,30 +172,22 @@ class ServingOptions:
 
     def _check_numbers(self) -> None:
         lengths = self.lengths
-        at_least_one = {
-            "--num-prompts": self.num_prompts,
-            "--max-concurrency": self.max_concurrency,
-            "--random-input-len": lengths.random_input_len,
-            "--random-output-len": lengths.random_output_len,
-            "--sharegpt-output-len": lengths.sharegpt_output_len,
-            "--sharegpt-context-len": lengths.sharegpt_context_len,
-            "--gsp-num-groups": lengths.gsp_num_groups,
-            "--gsp-prompts-per-group": lengths.gsp_prompts_per_group,
-            "--gsp-system-prompt-len": lengths.gsp_system_prompt_len,
-            "--gsp-question-len": lengths.gsp_question_len,
-            "--gsp-output-len": lengths.gsp_output_len,
-        }
-        for name, value in at_least_one.items():
-            if value is not None and value < 1:
-                raise BenchError(f"{name} {value}: must be at least 1")
-        if self.warmup_requests < 0:
-            raise BenchError(f"--warmup-requests {self.warmup_requests}: must be 0 or more")
-        if not self.request_rate > 0:
-            raise BenchError(
-                f"--request-rate {self.request_rate:g}: must be above 0; inf sends all at once"
-            )
-        if not 0 <= lengths.random_range_ratio <= 1:
-            raise BenchError(
-                f"--random-range-ratio {lengths.random_range_ratio:g}: must be in 0..1; 1 gives "
-                "every request the full lengths"
-            )
+        for flag, value in (
+            ("--num-prompts", self.num_prompts),
+            ("--max-concurrency", self.max_concurrency),
+            ("--random-input-len", lengths.random_input_len),
+            ("--random-output-len", lengths.random_output_len),
+            ("--sharegpt-output-len", lengths.sharegpt_output_len),
+            ("--sharegpt-context-len", lengths.sharegpt_context_len),
+            ("--gsp-num-groups", lengths.gsp_num_groups),
+            ("--gsp-prompts-per-group", lengths.gsp_prompts_per_group),
+            ("--gsp-system-prompt-len", lengths.gsp_system_prompt_len),
+            ("--gsp-question-len", lengths.gsp_question_len),
+            ("--gsp-output-len", lengths.gsp_output_len),
+        ):
+            if value is not None:
+                check_range(flag, value, COUNTS)
+        check_range("--warmup-requests", self.warmup_requests, COUNTS_OR_NONE)
+        check_range("--request-rate", self.request_rate, RATES)
+        check_range("--random-range-ratio", lengths.random_range_ratio, SHARES)
+        check_range("--ready-check-timeout-sec", self.ready_check_timeout_sec, SECONDS)

@@ -155,7 +155,14 @@ def test_one_batch(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["--batch-size", "0"], "--batch-size 0"),
+        (["--batch-size", "0"], "--batch-size 0: must be at least 1"),
+        (["--batch-size", "1", "-3"], "--batch-size -3: must be at least 1"),
+        (
+            ["--input-len", "999999999999"],
+            "--input-len 999999999999: must be at least 1 and at most",
+        ),
+        (["--output-len", "0"], "--output-len 0: must be at least 1"),
+        (["--log-decode-step", "-1"], "--log-decode-step -1: must be at least 0"),
         (["--batch-size", "3", "--max-running-requests", "2"], "--max-running-requests"),
         (["--input-len", "9000", "--max-total-tokens", "4096"], "--max-total-tokens"),
         (["--model-path", "no/such/model"], "no/such/model"),
