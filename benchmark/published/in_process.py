@@ -36,7 +36,7 @@ from setups import (
     flags_of_arm,
     in_plain_words,
     in_turn,
-    is_small,
+    is_in,
     model_directory,
     names_of,
 )
@@ -68,9 +68,9 @@ def _measure(args: argparse.Namespace) -> int:
                 arm = EngineArm(name, ["--model-path", path, *flags])
                 arm.run(DEMO if args.demo else WARM_UP)
                 for workload in workloads:
-                    if is_small(workload):
+                    if is_in("small", workload):
                         arm.run(replace(workload, output_len=8))
-                    for _ in range(args.small_repeats if is_small(workload) else 1):
+                    for _ in range(args.small_repeats if is_in("small", workload) else 1):
                         turns.append(arm.run(workload))
                         _write(args.out, turns)
                         print(json.dumps(vars(turns[-1])), flush=True)

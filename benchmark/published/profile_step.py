@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from floors import StepShape, floors, prompts_floors
 from kernel_table import markdown_of, reclassified
@@ -47,7 +48,7 @@ def measure(args: argparse.Namespace) -> int:
     os.environ.setdefault("SGLANG_SIMULATE_ACC_LEN", str(ACCEPT_LENGTH))
     with model_directory("demo" if args.demo else args.model_path) as model_path:
         bench = StepBench(args, model_path)
-        document = {
+        document: dict[str, Any] = {
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": shlex.join(sys.argv),
             "machine": describe_machine(),

@@ -5,8 +5,8 @@
     PYTHONPATH=python python benchmark/published/run.py --out demo.json --demo # bundled model, CPU
 
 Each arm starts a server of its own with random weights, which answers a warm-up and then every workload:
-`published` is 25 requests of 26k/2k, `small` 8 and 1 of 4k/512, `sweep` 1, 4, 8 and 16 of 26k/2k. Arms
-take turns, in the other order every second round. Acceptance is pretended (SGLANG_SIMULATE_ACC_LEN),
+`published` is 25 requests of 26k/2k, `small` 8 and 1 of 4k/512, `sweep` 1, 4, 8 and 16 of 26k/2k, in the
+first round only. Arms take turns, in the other order every second round. Acceptance is pretended (SGLANG_SIMULATE_ACC_LEN),
 because random weights accept nothing: the text is meaningless, the work is not. Words after `--` are
 further server flags. Results are written after every run, so that one which is cut short keeps what it has.
 """
@@ -35,7 +35,7 @@ from setups import (
     Workload,
     flags_of_arm,
     in_turn,
-    is_small,
+    is_in,
     model_directory,
 )
 
@@ -140,8 +140,10 @@ def run_arm(session: Session, arm: str, round_index: int) -> None:
             {"arm": arm, "round": round_index, "start_s": server.start_s, "flags": flags}
         )
         for number, workload in enumerate(session.workloads):
+            if is_in("sweep", workload) and round_index >= args.sweep_rounds:
+                continue
             warm_up(session, server, (arm, round_index), workload, is_first=number == 0)
-            for repeat in range(args.small_repeats if is_small(workload) else args.repeats):
+            for repeat in range(args.small_repeats if is_in("small", workload) else args.repeats):
                 if not session.has_time_for(workload.name):
                     return
                 one_run(session, server, (arm, round_index, repeat), workload, measured=True)

@@ -44,7 +44,7 @@ def read_arguments(argv: list[str], description: str | None) -> argparse.Namespa
     parser = _parser(description)
     args = parser.parse_args(argv[:cut])
     args.server_flags = argv[cut + 1 :]
-    for name in (*LENGTHS, "rounds", "repeats", "small_repeats", "waves"):
+    for name in (*LENGTHS, "rounds", "repeats", "small_repeats", "sweep_rounds", "waves"):
         value = vars(args)[name]
         if value is not None and value < 1:
             parser.error(f"{_flag(name)} {value}: must be at least 1")
@@ -95,6 +95,9 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         type=int,
         default=SMALL_REPEATS,
         help=f"the same for the small workloads, which take seconds ({SMALL_REPEATS})",
+    )
+    parser.add_argument(
+        "--sweep-rounds", type=int, default=1, help="rounds in which the sweep is run, too (1)"
     )
     parser.add_argument(
         "--warmup", choices=("short", "full"), default="short", help="what is run and discarded"

@@ -52,10 +52,9 @@ class Workload:
 PUBLISHED = Workload("25 x 26k/2k", 25, 26_000, 2_000, 25)
 SMALL = (Workload("8 x 4k/512", 8, 4_096, 512, 8), Workload("1 x 4k/512", 1, 4_096, 512, 1))
 DEMO = Workload("demo", 4, 160, 24, 4)
-SMALL_WORKLOADS = "small"
 WORKLOADS = {
     "published": (PUBLISHED,),
-    SMALL_WORKLOADS: SMALL,
+    "small": SMALL,
     "sweep": tuple(
         Workload(f"{n} x 26k/2k", n, PUBLISHED.input_len, PUBLISHED.output_len, n)
         for n in (1, 4, 8, 16)
@@ -65,7 +64,7 @@ WORKLOADS = {
 
 DEMO_WORKLOADS = {
     "published": (DEMO,),
-    SMALL_WORKLOADS: (Workload("2 x 40/8", 2, 40, 8, 2), Workload("1 x 40/8", 1, 40, 8, 1)),
+    "small": (Workload("2 x 40/8", 2, 40, 8, 2), Workload("1 x 40/8", 1, 40, 8, 1)),
     "sweep": tuple(
         Workload(f"{n} x 160/24", n, DEMO.input_len, DEMO.output_len, n) for n in (1, 2)
     ),
@@ -77,9 +76,9 @@ SMALL_REPEATS = 5
 """Measured runs of a small workload for each one of the others: they are short and so less steady."""
 
 
-def is_small(workload: Workload) -> bool:
-    """Whether it is one of the small set-ups, under whatever table."""
-    return any(workload in table[SMALL_WORKLOADS] for table in (WORKLOADS, DEMO_WORKLOADS))
+def is_in(name: str, workload: Workload) -> bool:
+    """Whether ``workload`` is one of those behind ``name``, of a GPU or of the bundled model."""
+    return workload in (*WORKLOADS[name], *DEMO_WORKLOADS[name])
 
 
 def chosen(names: Sequence[str], *, demo: bool) -> list[Workload]:

@@ -46,7 +46,7 @@ class StepBench:
         import torch
 
         from sglang.srt.arg_groups.pipeline import run_resolution_pipeline
-        from sglang.srt.managers.io_struct import encode_message
+        from sglang.srt.managers.io_struct import FromScheduler, encode_message
         from sglang.srt.managers.scheduler_builder import build_engine
         from sglang.srt.server_args import prepare_server_args
 
@@ -56,11 +56,15 @@ class StepBench:
         self.flags = ["--model-path", model_path, *common, *ARMS[args.arm], *args.server_flags]
         begin = time.monotonic()
         resolved = run_resolution_pipeline(prepare_server_args(self.flags))
-        self._engine = build_engine(resolved, lambda message: len(encode_message(message)))
+
+        def send(message: FromScheduler) -> None:
+            encode_message(message)  # as in service, but for the socket
+
+        self._engine = build_engine(resolved, send)
         self._scheduler = self._engine.scheduler
         self._random = random.Random(0)
         self.config = self._engine.runner.model_config
-        self._chunk = resolved.chunked_prefill_size
+        self._chunk = resolved.chunked_prefill_size or args.context
         self.is_cuda = self._engine.runner.device.type == "cuda"
         say(f"engine ready after {time.monotonic() - begin:.1f} s")
 

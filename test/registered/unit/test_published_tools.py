@@ -37,12 +37,13 @@ def workloads(*words):
 
 
 def test_workloads_of_a_command_line():
-    from setups import PUBLISHED, SMALL, is_small
+    from setups import PUBLISHED, SMALL, is_in
 
     assert workloads() == [PUBLISHED]
     every = workloads("--workloads", "small,published,sweep")
     assert tuple(every[:2]) == SMALL and every[2] == PUBLISHED
-    assert [is_small(w) for w in every] == [True] * 2 + [False] * 5
+    assert [is_in("small", w) for w in every] == [True] * 2 + [False] * 5
+    assert [is_in("sweep", w) for w in every] == [False] * 3 + [True] * 4
     assert {(w.input_len, w.output_len) for w in every[2:]} == {(26_000, 2_000)}
     assert [(w.requests, w.concurrency) for w in every[2:]] == [
         *((25, 25), (1, 1), (4, 4), (8, 8), (16, 16)),
