@@ -11,6 +11,7 @@ from sglang.kernels import triton_support
 from sglang.kernels.ops.fused.rows import silu_mul_quantized
 from sglang.kernels.ops.fused.sums import RoutedSum
 from sglang.kernels.ops.moe import launch
+from sglang.kernels.ops.moe.by_slot import sort_rows
 from sglang.kernels.ops.moe.experts import (
     ExpertRows,
     grouped_gated,
@@ -91,6 +92,23 @@ def test_order_is_stable_padded_and_complete(rows, top_k, experts, block_m):
     assert found == want
     used = [e for e in tile_experts if e >= 0]
     assert used == sorted(used) and tile_experts[len(used) :] == [-1] * (len(pairs) - len(used))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (300, 2064)])
+def test_rows_are_copied_to_the_slots_of_their_pairs(rows, columns):
+    """A row that goes to another pair's slot, a last word left out, padding or nobody's tile that is written."""
+    generator = torch.Generator().manual_seed(rows)
+    chosen = torch.randint(-1, 7, (rows, 3), generator=generator).int().to(DEVICE)
+    values = torch.randint(0, 256, (rows, columns), generator=generator).byte().to(DEVICE)
+    order = order_by_expert(chosen, 7, 128)
+    made = sort_rows(values, order, 3)
+    used = (order.tile_experts.repeat_interleave(128) >= 0) & (order.pairs >= 0)
+    pairs = order.pairs[used].long()
+    assert len(pairs) == int((chosen >= 0).sum())
+    assert torch.equal(made[used], values[pairs // 3])
+    assert not torch.equal(made[used], values[pairs // 3].roll(1, 1))
+    with pytest.raises(ValueError, match="vectors of 16 bytes"):
+        sort_rows(values[:, 1:], order, 3)
 
 
 def expert_case(rows: int, *, experts=4, size=64, inner=32, top_k=2):

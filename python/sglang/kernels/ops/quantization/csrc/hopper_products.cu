@@ -1,0 +1,557 @@
+// Block-scaled FP8 products of many rows: x W^T of 128 rows and 256 columns an item, on sm_90a.
+//
+// A CTA has one warp group that fetches and two that multiply 64 rows each. Two CTAs on neighbouring SMs make a
+// cluster: they work on items that share an operand, each fetches half of it and the copy engine writes that half
+// into both. The L2 cache then serves 32 KB (shared weight) or 40 KB (shared rows) a step and CTA instead of 48.
+//
+// A block of K (128) is one step: four wgmma from zero, then one fp32 multiply-add a result with the product of both
+// scales, in ascending order of K. Compile-time choices:
+//   SHARE   0: no cluster; 1: the CTAs share weights (neighbouring row tiles); 2: rows (neighbouring column tiles)
+//   TURNS   1: the multiplying groups take turns: a group starts when the other's last quarter of a product runs
+//   WATCH   1: a kernel that waits for ever ends with an error instead
+//   PROBE   to find what bounds it; results are wrong. 1: nothing is fetched; 2: nothing is multiplied
+//   GROUPED rows of experts, sorted and padded to whole tiles; GATED: silu(gate) * up, quantised
+//
+// GROUPED and GATED is the up projection: rows lie by slot (place in the order of pairs), scales by source row,
+// results by slot. GROUPED alone is the down projection: rows and scales lie by slot, results by pair.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct alignas(64) TensorMap {
+    u8 bytes[128];
+};
+
+struct Params {
+    const float *x_scale;
+    const float *w_scale;
+    void *out;
+    float *out_scale;
+    const int *pairs;
+    const int *tile_experts;
+    int stride_x_scale;
+    int stride_ws_expert;
+    int stride_ws;
+    int stride_out;
+    int stride_out_scale;
+    int tiles_m;
+    int tiles_n;
+    int routed_tiles;
+    int shared_expert;
+    int num_pairs;
+    int extra_rows;    // GROUPED: rows of the shared expert, whose tiles follow the routed ones; else all rows
+    int shared_start;  // row of map_shared where the shared expert's rows begin
+    int top_k;
+    int num_columns;
+    int num_steps;
+    int group_m;
+};
+
+constexpr int HALF = 64, GROUP = 128, STAGES = 4;
+constexpr int CLUSTER = SHARE ? 2 : 1;
+constexpr int WIDTH = GATED ? GROUP : 2 * GROUP;
+constexpr u32 X_HALF_BYTES = HALF * GROUP, W_PART_BYTES = GROUP * GROUP;
+constexpr u32 X_STAGE = 2 * X_HALF_BYTES, W_STAGE = 2 * W_PART_BYTES;
+constexpr u32 W_AT = STAGES * X_STAGE, STAGING_AT = W_AT + STAGES * W_STAGE;
+constexpr u32 STAGING_ROW = 144, STAGING_WARP = 16 * STAGING_ROW;  // 128 bytes a row and 16 against bank conflicts
+constexpr u32 FULL_AT = STAGING_AT + 8 * STAGING_WARP, EMPTY_AT = FULL_AT + 8 * STAGES, TURN_AT = EMPTY_AT + 8 * STAGES;
+constexpr int THREADS = 384;
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
+    asm volatile(
+        "{\n\t.reg .b32 remote;\n\t"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n\t}" ::"r"(barrier), "r"(rank) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_here(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n\t.reg .pred p;\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, p;\n\t}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done;
+}
+
+// WATCH: a wait that lasts for many seconds is a mistake in the order of copies, and ends the kernel with an error
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    u32 tries = 0;
+    while (!barrier_done(barrier, parity)) {
+        if (WATCH && ++tries > (1u << 22)) asm volatile("trap;");
+    }
+}
+
+__device__ __forceinline__ void fetch(u32 to, const TensorMap *map, int k, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void fetch_for_both(u32 to, const TensorMap *map, int k, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;"
+        ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
+}
+
+// A K-major operand of 128 bytes a row, in the copy engine's swizzle of 128 bytes: atoms of 8 rows, 1024 bytes.
+__device__ __forceinline__ u64 operand(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | ((u64)1 << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
+}
+
+#define F8(b, i) "+f"(b[i]), "+f"(b[i + 1]), "+f"(b[i + 2]), "+f"(b[i + 3]), \
+                 "+f"(b[i + 4]), "+f"(b[i + 5]), "+f"(b[i + 6]), "+f"(b[i + 7])
+#define F64(b) F8(b, 0), F8(b, 8), F8(b, 16), F8(b, 24), F8(b, 32), F8(b, 40), F8(b, 48), F8(b, 56)
+
+__device__ __forceinline__ void multiply_quarter(float (&d)[64], u64 x, u64 w, int add) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, p, 1, 1;\n\t}"
+        : F64(d)
+        : "l"(x), "l"(w), "r"(add));
+}
+
+__device__ __forceinline__ void pin(float (&d)[64]) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void wait_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Turns of the two multiplying groups. A named barrier would do, but the assembler moves it before the multiply-adds
+// that shall run while the other group's turn lasts; a loop it does not move.
+struct Turns {
+    u32 own, other, parity;
+    __device__ __forceinline__ Turns(u32 smem, int side)
+        : own(smem + TURN_AT + 8 * side), other(smem + TURN_AT + 8 * (1 - side)), parity(1 - side) {}
+    __device__ __forceinline__ void take() {
+        if (TURNS) barrier_wait(own, parity);
+        parity ^= 1;
+    }
+    __device__ __forceinline__ void pass() {
+        if (TURNS && threadIdx.x % 32 == 0) barrier_arrive_here(other);
+    }
+};
+
+// d = 64 rows times 128 columns of one block of K
+__device__ __forceinline__ void multiply(float (&d)[64], u64 x, u64 w, Turns &turns) {
+    turns.take();
+    pin(d);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    multiply_quarter(d, x, w, 0);
+    multiply_quarter(d, x + 2, w + 2, 1);
+    multiply_quarter(d, x + 4, w + 4, 1);
+    if (TURNS) commit();
+    multiply_quarter(d, x + 6, w + 6, 1);
+    commit();
+    if (TURNS) {
+        wait_products<1>();
+        turns.pass();
+    }
+    wait_products<0>();
+    pin(d);
+}
+
+__device__ __forceinline__ void add_scaled(float (&sum)[64], const float (&part)[64], float low, float high) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sum[i] = __fmaf_rn(part[i], i & 2 ? high : low, sum[i]);
+}
+
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ float to_bf16(float x) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return __uint_as_float((u32)bits << 16);
+}
+
+__device__ __forceinline__ u16 pack_fp8(float low, float high) {
+    u16 pair;
+    low = fminf(fmaxf(low, -448.0f), 448.0f);
+    high = fminf(fmaxf(high, -448.0f), 448.0f);
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ void put_u32(u32 at, u32 x) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ void put_u16(u32 at, u16 x) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(x) : "memory");
+}
+
+__device__ __forceinline__ uint4 get_16_bytes(u32 at) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at));
+    return x;
+}
+
+// 128 bytes of each of a warp's 16 staged rows to out + row * stride; rows of -1 are left out
+__device__ __forceinline__ void store_staged(u32 staging, u8 *out, i64 stride, int low_row, int high_row) {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int line = 4 * i + lane / 8;
+        const int row = __shfl_sync(~0u, i < 2 ? low_row : high_row, line % 8 * 4);
+        const uint4 x = get_16_bytes(staging + line * STAGING_ROW + lane % 8 * 16);
+        if (row >= 0) *reinterpret_cast<uint4 *>(out + row * stride + lane % 8 * 16) = x;
+    }
+    __syncwarp();
+}
+
+__device__ __forceinline__ void store_sums(
+    const float (&sum)[64], u32 staging, u8 *out, i64 stride, int low_row, int high_row) {
+    const u32 at = staging + threadIdx.x % 32 / 4 * STAGING_ROW + threadIdx.x % 4 * 4;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int i = 4 * (8 * part + j);
+            put_u32(at + 16 * j, pack_bf16(sum[i], sum[i + 1]));
+            put_u32(at + 8 * STAGING_ROW + 16 * j, pack_bf16(sum[i + 2], sum[i + 3]));
+        }
+        store_staged(staging, out + 128 * part, stride, low_row, high_row);
+    }
+}
+
+__device__ __forceinline__ float gated(float gate, float up) {
+    gate = to_bf16(gate);
+    float grown, made;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(grown) : "f"(__fmul_rn(-gate, 1.44269502162933349609375f)));
+    asm("div.full.f32 %0, %1, %2;" : "=f"(made) : "f"(gate), "f"(__fadd_rn(1.0f, grown)));
+    return to_bf16(__fmul_rn(made, to_bf16(up)));
+}
+
+__device__ __forceinline__ float largest_of_row(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+// x / scale to the last bit that FP8 sees, from the rounded reciprocal: one correction of the quotient suffices
+// where neither can leave the normal numbers.
+__device__ __forceinline__ float divide(float x, float scale, float inverse) {
+    const float quotient = __fmul_rn(x, inverse);
+    return __fmaf_rn(__fmaf_rn(-quotient, scale, x), inverse, quotient);
+}
+
+__device__ __forceinline__ void gate_and_store(
+    float (&x)[64], const float (&up)[64], u32 staging, u8 *out, i64 stride, float *out_scale, i64 scale_stride,
+    int low_row, int high_row) {
+    const int lane = threadIdx.x % 32;
+    float low = 0.0f, high = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+        x[i] = gated(x[i], up[i]);
+        if (i & 2) {
+            high = fmaxf(high, fabsf(x[i]));
+        } else {
+            low = fmaxf(low, fabsf(x[i]));
+        }
+    }
+    low = largest_of_row(low);
+    high = largest_of_row(high);
+    low = low > 0.0f ? __fdiv_rn(low, 448.0f) : 1.0f;
+    high = high > 0.0f ? __fdiv_rn(high, 448.0f) : 1.0f;
+    const float least = 0x1p-60f, most = 0x1p60f;
+    const bool usual = low >= least && low <= most && high >= least && high <= most;
+    const u32 at = staging + lane / 4 * STAGING_ROW + lane % 4 * 2;
+    if (__all_sync(~0u, usual)) {
+        const float low_inverse = __frcp_rn(low), high_inverse = __frcp_rn(high);
+#pragma unroll
+        for (int i = 0; i < 64; i += 4) {
+            const float a = divide(x[i], low, low_inverse), b = divide(x[i + 1], low, low_inverse);
+            const float c = divide(x[i + 2], high, high_inverse), d = divide(x[i + 3], high, high_inverse);
+            put_u16(at + 2 * i, pack_fp8(a, b));
+            put_u16(at + 8 * STAGING_ROW + 2 * i, pack_fp8(c, d));
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 64; i += 4) {
+            put_u16(at + 2 * i, pack_fp8(__fdiv_rn(x[i], low), __fdiv_rn(x[i + 1], low)));
+            put_u16(at + 8 * STAGING_ROW + 2 * i, pack_fp8(__fdiv_rn(x[i + 2], high), __fdiv_rn(x[i + 3], high)));
+        }
+    }
+    store_staged(staging, out, stride, low_row, high_row);
+    if (lane % 4 == 0) {
+        if (low_row >= 0) out_scale[low_row * scale_stride] = low;
+        if (high_row >= 0) out_scale[high_row * scale_stride] = high;
+    }
+}
+
+struct Ring {
+    int stage = 0;
+    u32 phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+struct Item {
+    int m, n;
+};
+
+__device__ __forceinline__ int units_n(const Params &p) { return SHARE == 2 ? p.tiles_n / 2 : p.tiles_n; }
+
+__device__ __forceinline__ int num_units(const Params &p) {
+    return (SHARE == 1 ? (p.tiles_m + 1) / 2 : p.tiles_m) * units_n(p);
+}
+
+// Row and column tile of this CTA in unit i of a cluster's. GROUPED: columns fastest, so that an expert's units meet
+// in time; otherwise bands of rows, rows fastest.
+__device__ __forceinline__ Item place_of(const Params &p, int i, int rank) {
+    Item at;
+    if (GROUPED) {
+        at.m = i / units_n(p);
+        at.n = i % units_n(p);
+    } else {
+        const int units_m = SHARE == 1 ? (p.tiles_m + 1) / 2 : p.tiles_m;
+        const int band = p.group_m * units_n(p);
+        const int first = i / band * p.group_m;
+        const int height = min(units_m - first, p.group_m);
+        at.m = first + i % band % height;
+        at.n = i % band / height;
+    }
+    if (SHARE == 1) at.m = 2 * at.m + rank;
+    if (SHARE == 2) at.n = 2 * at.n + rank;
+    return at;
+}
+
+__device__ __forceinline__ int expert_of(const Params &p, int m) {
+    if (!GROUPED) return 0;
+    return m < p.routed_tiles ? __ldg(p.tile_experts + m) : p.shared_expert;
+}
+
+// Result row of a slot of row tile m, -1 for padding: a pair, a shared expert's row behind them, or the row itself
+__device__ __forceinline__ int result_of(const Params &p, int m, int slot) {
+    if (GROUPED && m < p.routed_tiles) return __ldg(p.pairs + 2 * HALF * m + slot);
+    const int row = 2 * HALF * (GROUPED ? m - p.routed_tiles : m) + slot;
+    if (row >= p.extra_rows) return -1;
+    return GROUPED ? p.num_pairs + row : row;
+}
+
+__device__ __forceinline__ int scale_row_of(const Params &p, int m, int slot, int result) {
+    if (!GROUPED) return max(result, 0);
+    if (!GATED) return 2 * HALF * m + slot;
+    return result < p.num_pairs ? max(result, 0) / p.top_k : result - p.num_pairs;
+}
+
+__device__ void fetch_items(
+    const TensorMap *map_x, const TensorMap *map_shared, const TensorMap *map_w, const Params &p, u32 smem, int rank) {
+    const int stride = gridDim.x / CLUSTER, total = num_units(p);
+    const int apart = GATED ? p.num_columns : GROUP;
+    const int weight_rows = GATED ? 2 * p.num_columns : p.num_columns;
+    Ring ring;
+    int i = blockIdx.x / CLUSTER;
+    Item next = place_of(p, min(i, total - 1), rank);
+    int next_expert = expert_of(p, next.m), next_high = result_of(p, next.m, HALF);
+    for (; i < total; i += stride) {
+        const Item at = next;
+        const int expert = next_expert;
+        const bool has_high = !GROUPED || next_high >= 0;
+        next = place_of(p, min(i + stride, total - 1), rank);
+        next_expert = expert_of(p, next.m);
+        next_high = result_of(p, next.m, HALF);
+        if (expert < 0) continue;
+        const bool is_shared = GROUPED && at.m >= p.routed_tiles;
+        const TensorMap *map = is_shared ? map_shared : map_x;
+        const int row = is_shared ? p.shared_start + 2 * HALF * (at.m - p.routed_tiles) : 2 * HALF * at.m;
+        const int w_row = expert * weight_rows + at.n * WIDTH;
+        const u32 bytes = W_STAGE + (has_high ? X_STAGE : X_HALF_BYTES);
+#pragma unroll 1
+        for (int step = 0; step < p.num_steps; ++step) {
+            const u32 full = smem + FULL_AT + 8 * ring.stage;
+            const u32 x = smem + ring.stage * X_STAGE, w = smem + W_AT + ring.stage * W_STAGE;
+            const int k = step * GROUP;
+            barrier_wait(smem + EMPTY_AT + 8 * ring.stage, ring.phase ^ 1);
+            if (PROBE == 1) {
+                barrier_arrive_here(full);
+                ring.advance();
+                continue;
+            }
+            barrier_expect(full, bytes);
+            if (SHARE == 2) {
+                if (rank == 0 || has_high)
+                    fetch_for_both(x + rank * X_HALF_BYTES, map, k, row + rank * HALF, full);
+            } else {
+                fetch(x, map, k, row, full);
+                if (has_high) fetch(x + X_HALF_BYTES, map, k, row + HALF, full);
+            }
+            if (SHARE == 1) {
+                fetch_for_both(w + rank * W_PART_BYTES, map_w, k, w_row + rank * apart, full);
+            } else {
+                fetch(w, map_w, k, w_row, full);
+                fetch(w + W_PART_BYTES, map_w, k, w_row + apart, full);
+            }
+            ring.advance();
+        }
+    }
+}
+
+__device__ __forceinline__ void release(u32 smem, int stage) {
+    const int lane = threadIdx.x % 32;
+    if (lane < CLUSTER) barrier_arrive(smem + EMPTY_AT + 8 * stage, CLUSTER == 1 ? 0 : lane);
+}
+
+__device__ void multiply_items(const Params &p, u32 smem, int rank, int side) {
+    const int stride = gridDim.x / CLUSTER, total = num_units(p);
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    const int low_slot = side * HALF + warp * 16 + lane / 4, high_slot = low_slot + 8;
+    const int apart = GATED ? p.num_columns : GROUP;
+    const u32 staging = smem + STAGING_AT + (4 * side + warp) * STAGING_WARP;
+    Ring ring;
+    int i = blockIdx.x / CLUSTER;
+    Turns turns(smem, side);
+    Item next = place_of(p, min(i, total - 1), rank);
+    int next_expert = expert_of(p, next.m), next_first = result_of(p, next.m, side * HALF);
+    int next_low = result_of(p, next.m, low_slot), next_high = result_of(p, next.m, high_slot);
+    for (; i < total; i += stride) {
+        const Item at = next;
+        const int expert = next_expert, low = next_low, high = next_high;
+        const bool live = next_first >= 0;
+        next = place_of(p, min(i + stride, total - 1), rank);
+        next_expert = expert_of(p, next.m);
+        next_first = result_of(p, next.m, side * HALF);
+        next_low = result_of(p, next.m, low_slot);
+        next_high = result_of(p, next.m, high_slot);
+        if (expert < 0) continue;
+        if (!live || PROBE == 2) {
+#pragma unroll 1
+            for (int step = 0; step < p.num_steps; ++step) {
+                barrier_wait(smem + FULL_AT + 8 * ring.stage, ring.phase);
+                __syncwarp();
+                release(smem, ring.stage);
+                ring.advance();
+#pragma unroll
+                for (int part = 0; part < 2; ++part) {
+                    turns.take();
+                    turns.pass();
+                }
+            }
+            continue;
+        }
+        const int column = at.n * WIDTH;
+        const float *low_scale = p.x_scale + (i64)scale_row_of(p, at.m, low_slot, low) * p.stride_x_scale;
+        const float *high_scale = p.x_scale + (i64)scale_row_of(p, at.m, high_slot, high) * p.stride_x_scale;
+        const float *w_scale = p.w_scale + (i64)expert * p.stride_ws_expert;
+        const float *w_scale2 = w_scale + (column + apart) / GROUP * p.stride_ws;
+        w_scale += column / GROUP * p.stride_ws;
+        float x_low = __ldg(low_scale), x_high = __ldg(high_scale), one = __ldg(w_scale), two = __ldg(w_scale2);
+        float sum[64], sum2[64], part[64];
+#pragma unroll
+        for (int j = 0; j < 64; ++j) sum[j] = sum2[j] = 0.0f;
+#pragma unroll 1
+        for (int step = 0; step < p.num_steps; ++step) {
+            const u64 x = operand(smem + ring.stage * X_STAGE + side * X_HALF_BYTES);
+            const u64 w = operand(smem + W_AT + ring.stage * W_STAGE);
+            const u64 w2 = operand(smem + W_AT + ring.stage * W_STAGE + W_PART_BYTES);
+            const float low_one = x_low * one, high_one = x_high * one;
+            const float low_two = x_low * two, high_two = x_high * two;
+            const int following = min(step + 1, p.num_steps - 1);
+            barrier_wait(smem + FULL_AT + 8 * ring.stage, ring.phase);
+            x_low = __ldg(low_scale + following);
+            x_high = __ldg(high_scale + following);
+            one = __ldg(w_scale + following);
+            two = __ldg(w_scale2 + following);
+            multiply(part, x, w, turns);
+            add_scaled(sum, part, low_one, high_one);
+            multiply(part, x, w2, turns);
+            release(smem, ring.stage);
+            add_scaled(sum2, part, low_two, high_two);
+            ring.advance();
+        }
+        if (GATED) {
+            const int low_row = low < 0 || !GROUPED ? low : 2 * HALF * at.m + low_slot;
+            const int high_row = high < 0 || !GROUPED ? high : 2 * HALF * at.m + high_slot;
+            gate_and_store(
+                sum, sum2, staging, static_cast<u8 *>(p.out) + column, p.stride_out, p.out_scale + at.n,
+                p.stride_out_scale, low_row, high_row);
+        } else {
+            u8 *out = static_cast<u8 *>(p.out) + 2 * (i64)column;
+            store_sums(sum, staging, out, 2 * (i64)p.stride_out, low, high);
+            store_sums(sum2, staging, out + 2 * GROUP, 2 * (i64)p.stride_out, low, high);
+        }
+    }
+}
+
+#if SHARE
+#define IN_CLUSTERS __cluster_dims__(2, 1, 1)
+#else
+#define IN_CLUSTERS
+#endif
+
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) hopper_product(
+    const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_shared,
+    const __grid_constant__ TensorMap map_w, const __grid_constant__ Params p) {
+    extern __shared__ u8 raw[];
+    const u32 smem = ((u32)__cvta_generic_to_shared(raw) + 1023) & ~1023u;
+    const int rank = CLUSTER == 1 ? 0 : (int)cluster_rank();
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            barrier_init(smem + FULL_AT + 8 * stage, 1);
+            barrier_init(smem + EMPTY_AT + 8 * stage, 8 * CLUSTER);
+        }
+        barrier_init(smem + TURN_AT, 4);
+        barrier_init(smem + TURN_AT + 8, 4);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    if (CLUSTER == 1) {
+        __syncthreads();
+    } else {
+        cluster_sync();
+    }
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the same for a warp
+    if (group == 2) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x == 256) fetch_items(&map_x, &map_shared, &map_w, p, smem, rank);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        multiply_items(p, smem, rank, group);
+    }
+    __syncwarp();
+    if (CLUSTER == 2) cluster_sync();  // a CTA must not leave while the other writes to it
+}
