@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.mem_cache.hicache import build, host_store
+from sglang.srt.mem_cache.hicache import build
 from sglang.srt.mem_cache.hicache.blob_io import BlobIO
 from sglang.srt.mem_cache.hicache.file_store import FileStore
 from sglang.srt.mem_cache.hicache.host_store import HostStore
+from sglang.srt.mem_cache.hicache.pinned import PinnedRows
 from sglang.srt.mem_cache.hierarchical_cache import (
     HierarchicalCache,
     HostTierSize,
@@ -278,10 +279,8 @@ def test_host_store_drops_tails_first():
     store.check_integrity()
 
 
-@pytest.mark.parametrize("chunk_bytes", [16, 24, 1 << 20])
-def test_rows_survive_any_chunking(monkeypatch, chunk_bytes):
-    """Places that are not consecutive, or on both sides of a chunk's end, keep their own rows."""
-    monkeypatch.setattr(host_store, "_CHUNK_BYTES", chunk_bytes)
+def test_rows_survive_any_places():
+    """Places that are not consecutive keep their own rows."""
     pool = torch.arange(40.0).reshape(40, 1)
     io = BlobIO([pool], slot_axis=0, slots_per_item=2)
     store = HostStore(io, 9)
@@ -294,6 +293,48 @@ def test_rows_survive_any_chunking(monkeypatch, chunk_bytes):
             assert row.tolist() == [float(pair[0]), float(pair[1])]
         store.drop(names[3])
         store.check_integrity()
+
+
+class FakeDriver:
+    """Registers what it is told to, or refuses."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.calls = status, []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls.append(("register", address, size, flags))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return 0
+
+
+def test_pinned_rows_are_registered_once_and_given_back_once(monkeypatch):
+    """Catches memory that stays pinned after an engine, and a second release of what is somebody else's."""
+    driver = FakeDriver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    pinned = PinnedRows(3, 5000)
+    address = pinned.rows.data_ptr()
+    assert pinned.rows.shape == (3, 5000) and not pinned.rows.any()
+    assert driver.calls == [("register", address, 15000, 0)]
+    pinned.close()
+    pinned.close()
+    assert driver.calls[1:] == [("unregister", address)]
+    forgotten = PinnedRows(1, 8)
+    address = forgotten.rows.data_ptr()
+    del forgotten
+    assert driver.calls[3:] == [("unregister", address)]
+
+
+def test_memory_that_cannot_be_pinned_names_the_flags(monkeypatch):
+    driver = FakeDriver(status=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    with pytest.raises(
+        RuntimeError, match="cannot pin 0.00 GiB .*--hicache-size or --hicache-ratio"
+    ):
+        PinnedRows(3, 5000)
+    assert [call[0] for call in driver.calls] == ["register"]
 
 
 def test_sizes_and_refusals(tmp_path):

@@ -6,6 +6,7 @@ A one-row matmul reads weights faster than 4 KiB pages can be translated; on 2 v
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from math import prod
 
@@ -26,17 +27,22 @@ class _Arena:
     def take(self, num_bytes: int) -> Tensor:
         rounded = -(-num_bytes // _ALIGN) * _ALIGN
         if self._chunk is None or self._used + rounded > self._chunk.shape[0]:
-            self._chunk = _map(max(_CHUNK_BYTES, rounded))
+            self._chunk = huge_map(max(_CHUNK_BYTES, rounded))
             self._used = 0
         part = self._chunk[self._used : self._used + num_bytes]
         self._used += rounded
         return part
 
 
-def _map(num_bytes: int) -> Tensor:
-    """A zeroed private map of bytes; pages appear when they are written."""
+def huge_map(num_bytes: int) -> Tensor:
+    """A zeroed private map of bytes, on huge pages where the system has them; pages appear when they are written.
+
+    The map lives as long as tensors in it. Raises: OSError if there is no address space for it.
+    """
     area = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    area.madvise(mmap.MADV_HUGEPAGE)
+    if _HAS_HUGE_PAGES:
+        with contextlib.suppress(OSError):  # a system built without them: small pages serve as well
+            area.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(area, dtype=torch.uint8)
 
 

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.hicache.blob_io import BlobIO
+from sglang.srt.mem_cache.hicache.pinned import PinnedRows
 from sglang.srt.mem_cache.integrity import IntegrityError
-
-_CHUNK_BYTES = 1 << 30
-"""Pinned allocations are rounded up to a power of two, so one huge one could waste half of itself."""
 
 OnStored = Callable[[bytes, bytes], None]
 
@@ -29,15 +27,12 @@ class HostStore:
         self._io = io
         self.capacity = capacity
         self._is_cuda = io.device.type == "cuda"
-        self._rows_per_chunk = max(1, _CHUNK_BYTES // io.item_bytes)
-        self._chunks = [
-            torch.empty(
-                (min(self._rows_per_chunk, capacity - start), io.item_bytes),
-                dtype=torch.uint8,
-                pin_memory=self._is_cuda,
-            )
-            for start in range(0, capacity, self._rows_per_chunk)
-        ]
+        self._pinned = PinnedRows(capacity, io.item_bytes) if self._is_cuda else None
+        self._rows = (
+            torch.empty((capacity, io.item_bytes), dtype=torch.uint8)
+            if self._pinned is None
+            else self._pinned.rows
+        )
         self._stream = torch.cuda.Stream(io.device) if self._is_cuda else None
         self._on_stored = on_stored
         self._index: OrderedDict[bytes, int] = OrderedDict()
@@ -101,20 +96,17 @@ class HostStore:
             self._in_flight[name] = event
 
     def _copy_rows(self, places: list[int], packed: torch.Tensor) -> None:
-        """One copy per range of consecutive places within a chunk."""
+        """One copy per range of consecutive places."""
         start = 0
         for i in range(1, len(places) + 1):
-            is_next = i < len(places) and places[i] == places[i - 1] + 1
-            if is_next and places[i] % self._rows_per_chunk:
+            if i < len(places) and places[i] == places[i - 1] + 1:
                 continue
-            chunk, row = divmod(places[start], self._rows_per_chunk)
-            target = self._chunks[chunk][row : row + i - start]
+            target = self._rows[places[start] : places[start] + i - start]
             target.copy_(packed[start:i], non_blocking=self._is_cuda)
             start = i
 
     def _row(self, digest: bytes) -> torch.Tensor:
-        chunk, row = divmod(self._index[digest], self._rows_per_chunk)
-        return self._chunks[chunk][row]
+        return self._rows[self._index[digest]]
 
     def _arrived(self, digest: bytes) -> None:
         if self._on_stored is not None:
@@ -167,6 +159,13 @@ class HostStore:
     def clear(self) -> None:
         for digest in list(self._index):
             self.drop(digest)
+
+    def close(self) -> None:
+        """Wait for every copy and give the memory back; nothing may be read afterwards."""
+        self.wait()
+        if self._pinned is not None:
+            torch.cuda.synchronize(self._io.device)  # loads read rows, too
+            self._pinned.close()
 
     def check_integrity(self) -> None:
         """Free + filed == capacity, no place twice, nothing pinned that is not here."""

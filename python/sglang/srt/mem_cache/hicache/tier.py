@@ -89,7 +89,7 @@ class Tier:
             self._files.clear()
 
     def close(self) -> None:
-        """Finish all writing."""
-        self.store.wait()
+        """Finish all writing, and give host memory back."""
+        self.store.close()
         if self._files is not None:
             self._files.close()
