@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import triton
@@ -11,6 +12,9 @@ from triton.compiler import ASTSource
 HOPPER = GPUTarget("cuda", 90, 32)
 AMD = (GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx950", 64))
 SHARED_BYTES = {"cuda": 227 * 1024, "hip": 64 * 1024}
+_MEMORY_ACCESS = re.compile(
+    r"\b(?:ld|st|atom|red)\.(?:\w+\.)*?global|\bcp\.async(?!\.bulk\.prefetch)|ld\.(?:acquire|relaxed)"
+)
 
 
 def compile_kernel(
@@ -29,6 +33,9 @@ def compile_kernel(
     Raises: triton's error if it does not compile; AssertionError if it needs more shared memory than there is.
     """
     names = kernel.arg_names
+    overlap = target.backend == "cuda" and target.arch >= 90
+    late = {"OVERLAP": overlap, "FETCH": 256 if overlap else 0}
+    constants = {name: value for name, value in late.items() if name in names} | constants
     signature = {
         name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names
     }
@@ -46,7 +53,21 @@ def compile_kernel(
         options={"num_warps": num_warps, "num_stages": num_stages},
     )
     assert compiled.metadata.shared <= SHARED_BYTES[target.backend], compiled.metadata.shared
+    if constants.get("OVERLAP"):
+        assert_waits_first(compiled.asm["ptx"])
     return compiled.asm
+
+
+def assert_waits_first(ptx: str) -> None:
+    """A kernel launched over the end of another one touches no device memory before it has waited for that.
+
+    Raises: AssertionError if it does, or does not wait, or touches none at all.
+    """
+    body = ptx[ptx.index(".entry") :]
+    access = _MEMORY_ACCESS.search(body)
+    assert access, "no access to device memory was found"
+    before = body[: access.start()]
+    assert "griddepcontrol.wait" in before, f"{access.group()} comes before griddepcontrol.wait"
 
 
 def compile_for_hopper(

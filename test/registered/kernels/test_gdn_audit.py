@@ -10,9 +10,6 @@ register_cpu_ci(est_time=35, suite="kernels")
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-import triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
 from sglang.kernels import triton_support  # noqa: E402
 from sglang.kernels.audit.assembly import count_pairs  # noqa: E402
@@ -28,6 +25,7 @@ from sglang.kernels.audit.compile import (  # noqa: E402
 )
 from sglang.kernels.audit.variants import TARGETS, all_variants  # noqa: E402
 from sglang.kernels.ops.mamba.conv_kernels import conv_update_kernel  # noqa: E402
+from sglang.test.compile_kernels import AMD, HOPPER, compile_kernel  # noqa: E402
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
@@ -68,11 +66,10 @@ def test_the_convolution_compiles_without_a_gpu(form):
         "BLOCK": 256,
         "BLOCK_W": 4,
     }
-    names = conv_update_kernel.arg_names
-    signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
-    source = ASTSource(conv_update_kernel, signature, constants, {})
-    for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
-        assert triton.compile(source, target=target).asm
+    for target in (HOPPER, AMD[0]):
+        assert compile_kernel(
+            conv_update_kernel, target=target, pointers=pointers, constants=constants
+        )
 
 
 SASS_GOOD = """

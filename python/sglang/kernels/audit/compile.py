@@ -74,6 +74,8 @@ def audit_variant(variant: Variant, target: Target) -> Finding:
     names = variant.kernel.arg_names
     if "PTX" in names:
         constants["PTX"] = target.is_nvidia
+    if "OVERLAP" in names:
+        constants["OVERLAP"] = target.is_nvidia and target.arch >= 90
     signature = {
         name: "constexpr" if name in constants else variant.pointers.get(name, "i32")
         for name in names

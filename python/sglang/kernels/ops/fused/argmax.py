@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
+from sglang.kernels.launch_overlap import overlapping
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.fused.argmax_kernels import (
@@ -30,7 +31,14 @@ def argmax_rows(scores: Tensor) -> Tensor:
     out = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
     share = -(-num_columns // (_PARTS * 8)) * 8
     largest_of_parts_kernel[(num_rows, _PARTS)](
-        scores, keys, scores.stride(0), num_columns, share, BLOCK=_BLOCK, PARTS=_PARTS
+        scores,
+        keys,
+        scores.stride(0),
+        num_columns,
+        share,
+        BLOCK=_BLOCK,
+        PARTS=_PARTS,
+        **overlapping(scores),
     )
-    largest_part_kernel[(num_rows,)](keys, out, PARTS=_PARTS, num_warps=1)
+    largest_part_kernel[(num_rows,)](keys, out, PARTS=_PARTS, **overlapping(keys), num_warps=1)
     return out

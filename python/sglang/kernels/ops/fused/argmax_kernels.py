@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.launch_overlap_kernels import after_previous
+
 
 @triton.jit
 def keys_of(score, column):
@@ -17,9 +19,11 @@ def keys_of(score, column):
 
 @triton.jit
 def largest_of_parts_kernel(
-    p_scores, p_keys, stride_row, num_columns, share, BLOCK: tl.constexpr, PARTS: tl.constexpr
+    p_scores, p_keys, stride_row, num_columns, share, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """keys[row, part] of ``share`` consecutive columns. Grid (rows, PARTS)."""
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * share
     end = tl.minimum(start + share, num_columns)
@@ -34,8 +38,9 @@ def largest_of_parts_kernel(
 
 
 @triton.jit
-def largest_part_kernel(p_keys, p_out, PARTS: tl.constexpr):
+def largest_part_kernel(p_keys, p_out, PARTS: tl.constexpr, OVERLAP: tl.constexpr):
     """The column of the largest of a row's keys. Grid (rows,)."""
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     best = tl.max(tl.load(p_keys + row * PARTS + tl.arange(0, PARTS)), 0)
     tl.store(p_out + row, 0x7FFFFFFF - (best & 0xFFFFFFFF))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.launch_overlap_kernels import after_previous
 from sglang.kernels.ops.fused.sum_kernels import routed_sum, split_sum
 from sglang.kernels.ops.quantization.group_quant import quantize_groups, silu_product
 
@@ -59,6 +60,7 @@ def rms_norm_kernel(
     QUANTIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """out = norm(x), or sum = x + delta rounded to its dtype and out = norm(sum). Grid (rows,).
 
@@ -66,6 +68,7 @@ def rms_norm_kernel(
     rounded when it is whole. PLAIN stores out, QUANTIZE its e4m3 form and scales; out's dtype decides the
     rounding either way.
     """
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_G)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -129,11 +132,13 @@ def gated_norm_kernel(
     QUANTIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """norm(o) * weight * act(z), rounded to z's dtype; BLOCK_H heads of consecutive rows a program.
 
     out is contiguous; with QUANTIZE it is e4m3, and a head is one group (size == BLOCK).
     """
+    after_previous(OVERLAP)
     item = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     row, head = (item // num_heads).to(tl.int64), item % num_heads
     column = tl.arange(0, BLOCK)
@@ -173,8 +178,10 @@ def norm_rope_kernel(
     eps,
     UNIT_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Norm of one head, rounded, then rotation of its first 2 * half dims. Grid (rows, heads)."""
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -219,12 +226,14 @@ def gate_mul_kernel(
     QUANTIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """x * act(gate) rounded to x's dtype; BLOCK_G groups of 128 columns of one head a program.
 
     Items are groups, head by head and row by row. out is contiguous; with QUANTIZE it is e4m3 and size a
     multiple of GROUP, or there is one head.
     """
+    after_previous(OVERLAP)
     item = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
     groups = tl.cdiv(size, GROUP)
     row = (item // (groups * num_heads)).to(tl.int64)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
+from sglang.kernels.launch_overlap import overlapping
 from sglang.kernels.ops.fused.sums import Delta, RoutedSum, SplitSum
 from sglang.kernels.ops.quantization.fp8 import quantize
 from sglang.kernels.ops.quantization.rows import GROUP, NormedRows, QuantizedRows, num_groups
@@ -162,6 +163,7 @@ def _launch_norm(
         QUANTIZE=quantized is not None,
         BLOCK_G=block_g,
         GROUP=GROUP,
+        **overlapping(x),
         num_warps=max(1, min(8, block_g // 2)),
     )
 
@@ -219,6 +221,7 @@ def _launch_gated_norm(
         QUANTIZE=scale is not None,
         BLOCK_H=block_h,
         BLOCK=block,
+        **overlapping(o),
         num_warps=4,
     )
 
@@ -256,6 +259,7 @@ def norm_rope(
             eps,
             UNIT_OFFSET=unit_offset,
             BLOCK=_block(size),
+            **overlapping(x),
             num_warps=1,
         )
     return out
@@ -318,5 +322,6 @@ def _launch_gate_mul(
         QUANTIZE=scale is not None,
         BLOCK_G=block_g,
         GROUP=GROUP,
+        **overlapping(x),
         num_warps=4,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.launch_overlap_kernels import after_previous
+
 
 @triton.jit
 def routed_sum(
@@ -63,8 +65,10 @@ def combine_kernel(
     TOP_K: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """``routed_sum`` of one row, rounded. Grid (rows, column blocks)."""
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_columns
@@ -96,8 +100,10 @@ def split_sum_kernel(
     num_columns,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """``split_sum`` of one row, rounded. Grid (rows, column blocks)."""
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_columns

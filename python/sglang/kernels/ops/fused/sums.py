@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
+from sglang.kernels.launch_overlap import overlapping
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.fused.sum_kernels import combine_kernel, split_sum_kernel
@@ -36,6 +37,7 @@ class SplitSum:
                 size,
                 SPLITS=splits,
                 BLOCK=_BLOCK,
+                **overlapping(out),
             )
         return out
 
@@ -89,6 +91,7 @@ class RoutedSum:
                 TOP_K=top_k,
                 HAS_SHARED=self.shared is not None,
                 BLOCK=_BLOCK,
+                **overlapping(out),
             )
         return out
 

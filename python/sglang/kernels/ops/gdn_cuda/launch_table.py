@@ -26,9 +26,9 @@ class VerifyTile:
         return self.num_warps * 4 * self.rows_per_lane
 
 
-DEFAULT_TILE = VerifyTile(num_warps=4, rows_per_lane=4, min_ctas=3)
-DENSE_TILE = VerifyTile(num_warps=4, rows_per_lane=4, min_ctas=4, pairs=True)
-LONG_TILE = VerifyTile(num_warps=8, rows_per_lane=4, min_ctas=2)
+DEFAULT_TILE = VerifyTile(num_warps=4, rows_per_lane=4, min_ctas=3, pdl=True)
+DENSE_TILE = VerifyTile(num_warps=4, rows_per_lane=4, min_ctas=4, pairs=True, pdl=True)
+LONG_TILE = VerifyTile(num_warps=8, rows_per_lane=4, min_ctas=2, pdl=True)
 TABLE_TILES = (DEFAULT_TILE, DENSE_TILE, LONG_TILE)
 
 # Chosen on one H200, 2026-11-29 (benchmark/gdn_verify/results): shared memory lets four DENSE_TILE CTAs stay

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from sglang.kernels import triton_support
+from sglang.kernels.launch_overlap import overlapping
 from sglang.kernels.ops.mamba.conv_launch import PREFILL_TILE, ConvTile
 
 if triton_support.AVAILABLE:
@@ -89,7 +90,8 @@ def causal_conv1d_update(
         return out.squeeze(-1) if flat else out
     windows = intermediate_conv_window if record else conv_state
     window_strides = windows.stride() if record else (0, 0, 0, 0)
-    conv_kernels.conv_update_kernel[(-(-dim // _BLOCK), num_requests)](
+    grid = (-(-dim // _BLOCK), num_requests, num_tokens if record else 1)
+    conv_kernels.conv_update_kernel[grid](
         x3,
         out,
         weight,
@@ -119,6 +121,7 @@ def causal_conv1d_update(
         TREE=retrieve_parent_token is not None,
         BLOCK=_BLOCK,
         BLOCK_W=_window_block(width),
+        **overlapping(x),
     )
     return out.squeeze(-1) if flat else out
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.launch_overlap_kernels import after_previous
+
 
 @triton.jit
 def conv_update_kernel(
@@ -46,8 +48,15 @@ def conv_update_kernel(
     TREE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """A few tokens a request. Grid (dim blocks, requests). RECORD leaves the state alone and stores windows."""
+    """A few tokens a request. RECORD leaves the state alone and stores windows.
+
+    Grid (dim blocks, requests, tokens) with RECORD, where no token waits for another; else (dim blocks,
+    requests, 1), since the state is written once all are read. Windows that overlap in memory get one
+    value from several programs.
+    """
+    after_previous(OVERLAP)
     i_n = tl.program_id(1)
     o_d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_d = o_d < dim
@@ -64,8 +73,11 @@ def conv_update_kernel(
         row = tl.load(rows + i_n).to(tl.int64)
     record = (row >= 0) & (row < num_rows)
 
-    t = 0
-    while t < num_tokens:
+    t = tl.program_id(2)
+    end = num_tokens
+    if RECORD:
+        end = t + 1
+    while t < end:
         acc = tl.zeros([BLOCK], dtype=tl.float32)
         if HAS_BIAS:
             acc += tl.load(bias + o_d, mask=in_d, other=0.0).to(tl.float32)

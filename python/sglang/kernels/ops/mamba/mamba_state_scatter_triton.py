@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from sglang.kernels import triton_support
+from sglang.kernels.launch_overlap import overlapping
 from sglang.kernels.ops.mamba.row_rules import (
     check_index_vectors,
     drop_committed_targets,
@@ -153,6 +154,7 @@ def _scatter(
         WINDOW=window,
         BLOCK=_BLOCK,
         BLOCK_N=_BLOCK_N,
+        **overlapping(dst),
         num_warps=8,
     )
 
@@ -310,6 +312,7 @@ def _copy_slots(
         pool.stride(0),
         pool.stride(1),
         BLOCK=_BLOCK,
+        **overlapping(pool),
         num_warps=8,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.launch_overlap_kernels import after_previous
 from sglang.kernels.ops.attention.fla.gdn_step import apply_update, decay_factor
 from sglang.kernels.ops.mamba.scatter_kernels import is_committed_slot
 
@@ -45,11 +46,13 @@ def replay_tuples_kernel(
     HAS_TRACK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PTX: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """states[l, dest] = states[l, slot] advanced by steps 0..step; the track copy leaves on the way.
 
     Grid (HV x V tiles, n, L). The state is widened to fp32 once and rounded to its dtype once, at each store.
     """
+    after_previous(OVERLAP)
     i_tile = tl.program_id(0)
     i_req = tl.program_id(1)
     i_layer = tl.program_id(2).to(tl.int64)

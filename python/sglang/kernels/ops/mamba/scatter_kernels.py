@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.launch_overlap_kernels import after_previous
+
 
 @triton.jit
 def is_committed_slot(dest, slots, steps, n, num_steps, BLOCK_N: tl.constexpr):
@@ -47,12 +49,14 @@ def scatter_entries_kernel(
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """dst[l, dest] = src[l, row, step] for the accept set and, with HAS_TRACK, the track set.
 
     Grid (entry blocks, rows x sets, layers). WINDOW 0 copies a contiguous entry; otherwise the source entry
     is [dim, WINDOW] with its own dim stride (windows that overlap in memory).
     """
+    after_previous(OVERLAP)
     i_block = tl.program_id(0)
     i_row = tl.program_id(1)
     i_layer = tl.program_id(2).to(tl.int64)
@@ -101,8 +105,10 @@ def copy_slots_kernel(
     stride_layer,
     stride_slot,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """pool[l, dest] = pool[l, src] for rows whose mask is set. Grid (entry blocks, rows, layers)."""
+    after_previous(OVERLAP)
     i_row = tl.program_id(1)
     i_layer = tl.program_id(2).to(tl.int64)
     source = tl.load(src_slots + i_row).to(tl.int64)

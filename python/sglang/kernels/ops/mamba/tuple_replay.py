@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from sglang.kernels import triton_support
+from sglang.kernels.launch_overlap import overlapping
 from sglang.kernels.ops.cpu import replay as cpu_replay
 from sglang.kernels.ops.mamba.row_rules import (
     check_index_vectors,
@@ -89,6 +90,7 @@ def _launch(
         HAS_TRACK=track_dests is not None,
         BLOCK_N=_BLOCK_N,
         PTX=triton_support.use_inline_ptx() if use_ptx is None else use_ptx,
+        **overlapping(states),
         num_warps=_NUM_WARPS,
     )
 

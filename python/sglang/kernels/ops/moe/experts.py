@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
+from sglang.kernels.launch_overlap import overlapping
 from sglang.kernels.ops.fused.rows import silu_mul, silu_mul_quantized
 from sglang.kernels.ops.fused.sums import RoutedSum
 from sglang.kernels.ops.moe.launch import (
@@ -203,6 +204,7 @@ def _launch(
         SCALE_STAGES=tile.num_stages if tile.scales_ahead else None,
         GATED=gated,
         ROUND_TO=TRITON_TYPES[dtype],
+        **overlapping(values),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

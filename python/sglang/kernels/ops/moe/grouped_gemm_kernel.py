@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.launch_overlap_kernels import after_previous
 from sglang.kernels.ops.quantization.fp8_kernels import (
     add_scaled,
     load_block,
@@ -93,6 +94,7 @@ def grouped_gemm_kernel(
     SCALE_STAGES: tl.constexpr,
     GATED: tl.constexpr,
     ROUND_TO: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """out[pair] = W[expert] x[row of pair], PARTS (1 or 2) times BLOCK_N columns. Tiles run fastest.
 
@@ -101,6 +103,7 @@ def grouped_gemm_kernel(
     WEIGHTS_FIRST computes W x^T, so that the 64 rows a warp group's product needs are weight rows and a
     tile of 16 pairs still runs as FP8. GATED as of ``block_scaled_gemm_kernel``.
     """
+    after_previous(OVERLAP)
     WIDTH: tl.constexpr = BLOCK_N if GATED else BLOCK_N * PARTS
     i_tile = tl.program_id(0) % num_tiles
     i_n = tl.program_id(0) // num_tiles

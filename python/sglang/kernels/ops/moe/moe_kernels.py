@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.launch_overlap_kernels import after_previous
+
 
 @triton.jit
 def route_kernel(
@@ -17,11 +19,13 @@ def route_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Softmax of one row and its TOP_K largest, the lowest id first at a tie. Grid (rows,).
 
     Where there is no largest share, because a logit is NaN or infinite, nothing is chosen: -1.
     """
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     inside = expert < num_experts

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
+from sglang.kernels.launch_overlap import overlapping
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.moe.moe_kernels import route_kernel
@@ -35,6 +36,7 @@ def route(logits: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Ten
             BLOCK_K=next_power_of_two(top_k),
             BLOCK_E=next_power_of_two(num_experts),
             RENORMALISE=renormalise,
+            **overlapping(logits),
             num_warps=1 if num_experts <= 256 else 4,
         )
     return weights, chosen

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
+from sglang.kernels.launch_overlap import overlapping
 from sglang.kernels.ops.moe.route import next_power_of_two
 
 if triton_support.AVAILABLE:
@@ -66,7 +67,14 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
     counts = chosen
     if num_blocks > 1:
         counts = torch.empty((num_blocks, block_e), dtype=torch.int32, device=device)
-        count_kernel[(num_blocks,)](chosen, counts, num_pairs, BLOCK=BLOCK, BLOCK_E=block_e)
+        count_kernel[(num_blocks,)](
+            chosen,
+            counts,
+            num_pairs,
+            BLOCK=BLOCK,
+            BLOCK_E=block_e,
+            **overlapping(chosen),
+        )
     launch = MANY if num_blocks > 1 else FEW
     grid = -(-num_pairs // launch.part)
     if num_blocks == 1:
@@ -87,6 +95,7 @@ def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrd
         BLOCK_B=_COUNT_ROWS,
         BLOCK_M=block_m,
         CHUNK=launch.chunk,
+        **overlapping(chosen),
         num_warps=launch.num_warps,
     )
     return ExpertOrder(pairs, tile_experts, block_m)

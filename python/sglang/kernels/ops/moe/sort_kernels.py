@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.launch_overlap_kernels import after_previous
+
 
 @triton.jit
 def count_pairs(p_chosen, start, end, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
@@ -15,8 +17,11 @@ def count_pairs(p_chosen, start, end, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
 
 
 @triton.jit(do_not_specialize=("num_pairs",))
-def count_kernel(p_chosen, p_counts, num_pairs, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
+def count_kernel(
+    p_chosen, p_counts, num_pairs, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, OVERLAP: tl.constexpr
+):
     """counts[block, expert] of BLOCK consecutive pairs. Grid (blocks,)."""
+    after_previous(OVERLAP)
     start = tl.program_id(0) * BLOCK
     counts = count_pairs(p_chosen, start, num_pairs, BLOCK, BLOCK_E)
     tl.store(p_counts + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), counts)
@@ -39,12 +44,14 @@ def place_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Puts PART consecutive pairs behind their expert's earlier ones. Grid (parts or more,).
 
     Each expert's pairs ascend and are padded with -1 to whole tiles. Without COUNTED all pairs fit one
     BLOCK and every program counts them itself. The programs share out padding and marking of tiles.
     """
+    after_previous(OVERLAP)
     start = tl.program_id(0) * PART
     pair = start + tl.arange(0, PART)
     chosen = tl.load(p_chosen + pair, mask=pair < num_pairs, other=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang.kernels import triton_support
+from sglang.kernels.launch_overlap import overlapping
 from sglang.kernels.ops.attention.fla.recurrent_launch import NUM_STAGES, RecurrentLaunch
 
 if triton_support.AVAILABLE:
@@ -147,6 +148,7 @@ def launch_recurrent(
         GATES_GIVEN=gates_given,
         TREE=parents is not None,
         PTX=triton_support.use_inline_ptx(),
+        **overlapping(q),
         num_warps=launch.num_warps,
         num_stages=NUM_STAGES,
     )

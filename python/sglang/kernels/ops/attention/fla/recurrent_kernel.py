@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.launch_overlap_kernels import after_previous
 from sglang.kernels.ops.attention.fla.gdn_step import delta_step, gate_values
 
 _RUNTIME_VALUES = [
@@ -82,8 +83,10 @@ def recurrent_step_kernel(
     GATES_GIVEN: tl.constexpr,
     TREE: tl.constexpr,
     PTX: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid (V tiles, requests, HV). Registers hold a [BV, BK] fp32 tile of one head's state."""
+    after_previous(OVERLAP)
     i_v = tl.program_id(0)
     i_n = tl.program_id(1)
     i_hv = tl.program_id(2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.launch_overlap_kernels import after_previous
+
 
 @triton.jit
 def split_tokens(context, SPLIT_MIN: tl.constexpr, SPLIT_STEP: tl.constexpr, MAX_SPLITS: tl.constexpr):  # fmt: skip
@@ -139,6 +141,7 @@ def paged_attention_kernel(
     SPLIT_STEP: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One tile of (row, head-in-group) pairs of one request and KV head, over one split of its context.
 
@@ -147,6 +150,7 @@ def paged_attention_kernel(
     p_part [T, N, MAX_SPLITS, d] and the log2 of its weight to p_lse [T, N, MAX_SPLITS]; -inf means
     that the split saw nothing and wrote no result. A row index below 0 marks padding.
     """
+    after_previous(OVERLAP)
     if MAX_SPLITS > 0:
         i_rk = tl.program_id(0)
         i_m = tl.program_id(1)
@@ -238,12 +242,14 @@ def combine_splits_kernel(
     MAX_SPLITS: tl.constexpr,
     SPLIT_MIN: tl.constexpr,
     SPLIT_STEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """out[t, head] = weighted mean of its splits, all read at once. Grid (requests x steps, heads).
 
     What is read comes from device memory, evicted by the context's K and V since it was written: loads
     that wait for one another, not bytes, are what this kernel would spend its time on.
     """
+    after_previous(OVERLAP)
     i_r = tl.program_id(0) // num_steps
     i_t = tl.program_id(0) % num_steps
     head = tl.program_id(1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
+from sglang.kernels.launch_overlap import overlapping
 from sglang.kernels.ops.attention.paged.launch import (
     PROMPT_CHUNKS_ON_HOPPER,
     SPLITS,
@@ -269,6 +270,7 @@ def _attend(
         SPLIT_STEP=rule.step_tokens,
         IS_CAUSAL=is_causal,
         HAS_WINDOW=sliding_window > 0,
+        **overlapping(q),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -297,6 +299,7 @@ def _combine(
         MAX_SPLITS=rule.max_splits,
         SPLIT_MIN=rule.min_tokens,
         SPLIT_STEP=rule.step_tokens,
+        **overlapping(out),
         num_warps=combine_warps(rule.max_splits),
     )
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
+from sglang.kernels.launch_overlap import overlapping
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.attention.paged.store_kernel import (
@@ -59,6 +60,7 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, k_buffer: Tensor, v_buffer: Te
         v_buffer.stride(1),
         HEAD_DIM=head_dim,
         BLOCK_D=block,
+        **overlapping(k),
         num_warps=max(1, block // 256),
     )
 
@@ -118,6 +120,7 @@ def norm_rope_store(
         UNIT_OFFSET=norm.unit_offset,
         HEAD_DIM=head_dim,
         BLOCK_D=block,
+        **overlapping(q),
         num_warps=max(1, block // 256),
     )
     return out

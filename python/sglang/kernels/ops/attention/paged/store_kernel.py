@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.kernels.launch_overlap_kernels import after_previous
+
 
 @triton.jit
 def store_kv_kernel(
@@ -23,8 +25,10 @@ def store_kv_kernel(
     stride_vsh,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """K and V of one head of one row to the row's slot; a slot below 0 is skipped. Grid (rows, heads)."""
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(p_slots + row).to(tl.int64)
@@ -73,12 +77,14 @@ def norm_rope_store_kernel(
     UNIT_OFFSET: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One head of one row. Grid (rows, query heads + key heads + value heads).
 
     A query head is normed and rotated into p_out, a key head likewise into its slot, a value head
     copied into its slot. A slot below 0 is skipped: nothing is loaded or written for the row.
     """
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1)
     slot = tl.load(p_slots + row).to(tl.int64)

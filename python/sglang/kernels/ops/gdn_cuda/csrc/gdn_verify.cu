@@ -568,6 +568,14 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MIN_CTAS)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  // While the kernel in front still runs, the first state is asked for, into the L2 cache, where it stays current.
+  if (lane == 0 && (int)blockIdx.x < p.num_units) {
+    Unit first = load_unit(p, blockIdx.x);
+    if (first.slot >= 0)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
+                       entry_of(p, first.slot, first, first.tile * UNIT_ROWS + warp * WARP_ROWS)),
+                   "r"(WARP_BYTES));
+  }
   // A launch that may overlap the kernel before it (VerifyTile.pdl) waits here; any other passes at once.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,0 +1,47 @@
+"""Launches that begin while the kernel before them ends (programmatic dependent launch).
+
+A step of a few rows is hundreds of kernels of a few microseconds each; what a launch takes to reach the
+multiprocessors is a good part of that. Compute capability 9.0 and later let the next kernel be set up
+while the present one runs. Every kernel launched so begins with ``after_previous``
+(`launch_overlap_kernels.py`), so that nothing is read or written before the kernel in front has ended
+and its results are visible: the order of all memory accesses is that of ordinary launches.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from sglang.kernels import triton_support
+
+FETCH_BYTES = 512
+"""Bytes that ``fetch_rows`` asks for at a time."""
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None or triton_support.INTERPRETING:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlapping(tensor: torch.Tensor) -> dict[str, bool]:
+    """Launch options of a kernel with an OVERLAP argument that works on ``tensor``.
+
+    ``launch_pdl`` is left out where it is off, because AMD's compiler does not know the option.
+    """
+    if _can_overlap(tensor.device):
+        return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": False}
+
+
+def fetched_columns(weight: torch.Tensor, depth: int) -> int:
+    """Columns of FETCH_BYTES of ``weight`` [N, K], or 0 if ``fetch_rows`` cannot take ``depth`` at a time.
+
+    A kernel hands it on as its FETCH argument.
+    """
+    size = weight.element_size()
+    aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) * size % 16 == 0
+    fits = aligned and weight.shape[1] * size % FETCH_BYTES == 0 and depth * size % FETCH_BYTES == 0
+    return FETCH_BYTES // size if fits and _can_overlap(weight.device) else 0

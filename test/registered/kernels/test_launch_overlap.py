@@ -1,0 +1,121 @@
+"""Kernels that may be launched before the one in front has ended.
+
+Catches: a kernel that reads or writes before it has waited (results of half a kernel), launch options that
+a compiler does not know, and overlap where nothing can wait.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=12, suite="kernels")
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+import sglang.kernels.ops as ops  # noqa: E402
+from sglang.kernels import launch_overlap  # noqa: E402
+from sglang.kernels.launch_overlap_kernels import after_previous  # noqa: E402
+from sglang.test.compile_kernels import AMD, HOPPER, compile_kernel  # noqa: E402
+
+
+@triton.jit
+def waiting_kernel(p_x, p_out, OVERLAP: tl.constexpr):
+    """Waits, as all do."""
+    after_previous(OVERLAP)
+    tl.store(p_out, tl.load(p_x))
+
+
+@triton.jit
+def hasty_kernel(p_x, p_out, OVERLAP: tl.constexpr):
+    """Planted: loads what the kernel in front may still be writing."""
+    x = tl.load(p_x)
+    after_previous(OVERLAP)
+    tl.store(p_out, x)
+
+
+@triton.jit
+def careless_kernel(p_x, p_out, OVERLAP: tl.constexpr):
+    """Planted: does not wait at all."""
+    tl.store(p_out, tl.load(p_x))
+
+
+def _compile(kernel, target):
+    pointers = {"p_x": "*fp32", "p_out": "*fp32"}
+    return compile_kernel(kernel, target=target, pointers=pointers, constants={})
+
+
+def test_a_waiting_kernel_touches_memory_last():
+    assert "griddepcontrol.launch_dependents" in _compile(waiting_kernel, HOPPER)["ptx"]
+
+
+@pytest.mark.parametrize("kernel", [hasty_kernel, careless_kernel])
+def test_a_kernel_that_does_not_wait_is_found(kernel):
+    with pytest.raises(AssertionError, match="before griddepcontrol.wait"):
+        _compile(kernel, HOPPER)
+
+
+@pytest.mark.parametrize("target", AMD)
+def test_other_targets_compile_without_it(target):
+    assert "griddepcontrol" not in _compile(waiting_kernel, target)["amdgcn"]
+
+
+def _kernels_with_overlap():
+    root = Path(next(iter(ops.__path__)))
+    for path in sorted(root.rglob("*kernel*.py")):
+        if "hopper" in path.name:
+            continue
+        name = ".".join((ops.__name__, *path.relative_to(root).with_suffix("").parts))
+        for value in vars(importlib.import_module(name)).values():
+            if isinstance(value, triton.runtime.jit.JITFunction) and value.__module__ == name:
+                if "OVERLAP" in value.arg_names:
+                    yield value
+
+
+def _reads_nothing_before_it_waits(source: str) -> bool:
+    before, wait, _ = source.partition("after_previous(OVERLAP)")
+    return bool(wait) and not any(word in before for word in ("load(", "store(", "tl.atomic"))
+
+
+def test_every_kernel_with_the_option_waits_before_it_reads():
+    kernels = list(_kernels_with_overlap())
+    assert len(kernels) >= 22
+    for kernel in kernels:
+        assert _reads_nothing_before_it_waits(kernel.src), kernel.__name__
+    assert not _reads_nothing_before_it_waits(hasty_kernel.src)
+    assert not _reads_nothing_before_it_waits(careless_kernel.src)
+
+
+def test_weights_are_fetched_in_whole_pieces_only(monkeypatch):
+    """Catches a fetch past the end of a row, or from an address that the copy engine refuses."""
+    weight = torch.zeros(4, 1024, dtype=torch.bfloat16)
+    assert launch_overlap.fetched_columns(weight, 1024) == 0
+    monkeypatch.setattr(launch_overlap, "_can_overlap", lambda device: True)
+    assert launch_overlap.fetched_columns(weight, 1024) == 256
+    assert launch_overlap.fetched_columns(weight.to(torch.float8_e4m3fn), 1024) == 512
+    assert launch_overlap.fetched_columns(weight, 128) == 0
+    assert launch_overlap.fetched_columns(weight[:, 1:513], 512) == 0
+    assert launch_overlap.fetched_columns(torch.zeros(4, 1028)[:, :1024], 1024) == 256 // 2
+    assert launch_overlap.fetched_columns(torch.zeros(4, 1025)[:, :1024], 1024) == 0
+
+
+def test_launches_overlap_only_where_kernels_can_wait(monkeypatch):
+    assert launch_overlap.overlapping(torch.zeros(1)) == {"OVERLAP": False}
+    capability = {"old": (8, 0), "hopper": (9, 0), "next": (10, 0)}
+    for name, found in (("old", False), ("hopper", True), ("next", True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, n=name: capability[n])
+        monkeypatch.setattr(launch_overlap.triton_support, "INTERPRETING", False)
+        assert launch_overlap._can_overlap.__wrapped__(torch.device("cuda")) is found
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not launch_overlap._can_overlap.__wrapped__(torch.device("cuda"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
