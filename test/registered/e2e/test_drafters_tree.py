@@ -160,6 +160,14 @@ def test_ngram_text_equals_no_speculation(target, plain, match_type, breadth):
     assert sampled == plain[1]
 
 
+@pytest.mark.parametrize("capacity", [1, 50])
+def test_an_index_smaller_than_a_batch_of_prompts(target, plain, capacity):
+    """Catches a running request whose text the others' prompts push out of the index, which then ends
+    the scheduler."""
+    engine = InProcessEngine(target, speculative_ngram_capacity=capacity, **NGRAM, **SIZES)
+    assert engine.generate(prompts(), max_new_tokens=40, ignore_eos=True) == plain[0]
+
+
 @pytest.mark.parametrize(("topk", "rows"), [(2, 6), (3, 12)])
 def test_eagle_tree_text_equals_no_speculation(target, plain, topk, rows):
     engine = InProcessEngine(

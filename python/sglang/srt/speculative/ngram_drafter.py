@@ -68,9 +68,15 @@ class NgramDrafter:
     def after_verify(
         self, fb: ForwardBatch, output: LogitsOutput, targets: Tensor, num_correct: list[int]
     ) -> None:
-        """Index what was accepted, so that even a request's last tokens serve later ones."""
+        """Index what was accepted, so that even a request's last tokens serve later ones.
+
+        A request whose text the prompts of this very step have pushed out of the index is left to the
+        next ``propose``, which adds it again.
+        """
         for rid, own, count in zip(self._current, targets.tolist(), num_correct, strict=True):
-            self._index.append(self._sequence_of[rid], own[: count + 1])
+            sequence = self._sequence_of[rid]
+            if self._index.length(sequence):
+                self._index.append(sequence, own[: count + 1])
 
     def _draft(self, history: TokenHistory) -> TokenTree:
         sequence = self._synchronise(history)
