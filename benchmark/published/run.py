@@ -6,92 +6,57 @@
 
 Each arm starts a server of its own with random weights, which answers a warm-up and then every workload:
 `published` is 25 requests of 26k/2k, `small` 8 and 1 of 4k/512, `sweep` 1, 4, 8 and 16 of 26k/2k, in the
-first round only. Arms take turns, in the other order every second round. Acceptance is pretended (SGLANG_SIMULATE_ACC_LEN),
-because random weights accept nothing: the text is meaningless, the work is not. Words after `--` are
-further server flags. Results are written after every run, so that one which is cut short keeps what it has.
+first round only. Arms take turns, in the other order every second round. Acceptance is pretended
+(SGLANG_SIMULATE_ACC_LEN), because random weights accept nothing: the text is meaningless, the work is not.
+Words after `--` are further server flags. Results are written after every run, so that one which is cut
+short keeps what it has.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from arm_server import ArmServer, ServerFailed
+from arm_server import ServerFailed
 from machine import describe_machine
-from report import markdown, ratios, text_table
-from run_options import chosen_workloads, read_arguments
-from sampler import LoadSampler
+from report import markdown, text_table
+from served_turn import (
+    SHAPE_INPUT,
+    SHAPE_OUTPUT,
+    WARM_UP_INPUT,
+    WARM_UP_OUTPUT,
+    Session,
+    run_arm,
+)
 from setups import (
+    ACCEPT_LENGTH,
     ARMS,
-    DEMO_FLAGS,
-    PUBLISHED_FLAGS,
+    DEMO,
+    PUBLISHED,
+    SMALL_REPEATS,
+    WORKLOADS,
     Workload,
-    flags_of_arm,
+    check_output,
+    chosen,
     in_turn,
-    is_in,
     model_directory,
+    names_of,
 )
 
-from sglang.benchmark.options import BenchError, LengthOptions, ServingOptions
-from sglang.benchmark.serving import run_serving_benchmark
+from sglang.benchmark.options import BenchError
 
-SECONDS_TO_STOP = 15
-WARM_UP_INPUT, WARM_UP_OUTPUT = 9_000, 96
-SHAPE_INPUT, SHAPE_OUTPUT = 4_096, 32
-WARM_UP_NAME = "warm-up of "
-DROPPED = ("server_info", "generated_texts", "input_lens", "output_lens", "itls", "errors")
-"""Parts of a run's figures that the results leave out or hold once."""
-
-
-@dataclass
-class Session:
-    """What has been run so far, and the clock."""
-
-    args: argparse.Namespace
-    model_path: str
-    workloads: list[Workload]
-    started: float = field(default_factory=time.monotonic)
-    document: dict[str, Any] = field(default_factory=dict)
-    longest_s: dict[str, float] = field(default_factory=dict)
-
-    def left_s(self) -> float:
-        """Seconds left of the budget, less what stopping takes."""
-        return float(self.args.budget_s) - (time.monotonic() - self.started) - SECONDS_TO_STOP
-
-    def has_time_for(self, what: str) -> bool:
-        """Whether ``what`` fits if it takes as long as the longest of its kind so far."""
-        wanted = 1.1 * self.longest_s.get(what, 0.0)
-        if self.left_s() > max(wanted, 1.0):
-            return True
-        self.stop(f"no time for {what}: {self.left_s():.0f} s left of --budget-s")
-        return False
-
-    def took(self, what: str, seconds: float) -> None:
-        self.longest_s[what] = max(seconds, self.longest_s.get(what, 0.0))
-
-    def stop(self, why: str) -> None:
-        self.document["stopped"] = why
-        say(why)
-
-    def write(self) -> None:
-        self.document["on_over_off"] = ratios(self.document)
-        self.args.out.write_text(json.dumps(self.document, indent=1) + "\n")
-
-
-def say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+LENGTHS = ("requests", "input_len", "output_len")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it. 0 if every arm has a measured run, else 1."""
-    args = read_arguments(sys.argv[1:] if argv is None else list(argv), __doc__)
+    args = read_arguments(sys.argv[1:] if argv is None else list(argv))
     with model_directory(args.model_path) as model_path:
         session = Session(args, model_path, chosen_workloads(args))
         session.document = head(session)
@@ -111,153 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.markdown.write_text(markdown(session.document))
     measured = {run["arm"] for run in session.document["runs"] if run["measured"]}
     return 0 if measured == set(args.arms) else 1
-
-
-def run_arm(session: Session, arm: str, round_index: int) -> None:
-    """Start the arm's server, warm it up, run every workload, stop it."""
-    args = session.args
-    whole = f"the start of a server and a run ({arm})"
-    if not session.has_time_for(whole):
-        return
-    common = DEMO_FLAGS if args.demo else PUBLISHED_FLAGS
-    flags = flags_of_arm(
-        arm, common, published_capacity=args.published_capacity, more=args.server_flags
-    )
-    if args.demo:
-        flags = ["--model-path", "demo", *flags]
-    else:
-        flags = ["--model-path", session.model_path, *flags]
-    say(f"round {round_index}, arm {arm}: starting a server")
-    begin = time.monotonic()
-    with ArmServer(
-        flags,
-        environment=session.document["environment"],
-        log=args.out.with_suffix(f".{arm}{round_index}.log"),
-        timeout_s=session.left_s(),
-    ) as server:
-        say(f"ready after {server.start_s:.1f} s; warm-up")
-        session.document["servers"].append(
-            {"arm": arm, "round": round_index, "start_s": server.start_s, "flags": flags}
-        )
-        for number, workload in enumerate(session.workloads):
-            if is_in("sweep", workload) and round_index >= args.sweep_rounds:
-                continue
-            warm_up(session, server, (arm, round_index), workload, is_first=number == 0)
-            for repeat in range(args.small_repeats if is_in("small", workload) else args.repeats):
-                if not session.has_time_for(workload.name):
-                    return
-                one_run(session, server, (arm, round_index, repeat), workload, measured=True)
-                if number == repeat == 0:
-                    session.took(whole, time.monotonic() - begin)
-
-
-def warm_up(
-    session: Session,
-    server: ArmServer,
-    turn: tuple[str, int],
-    workload: Workload,
-    *,
-    is_first: bool,
-) -> None:
-    """Compile and touch everything once, discarded: a whole run, or a shorter one of as many requests.
-
-    The first of a server is the longer one; those of further workloads only meet their shape.
-    """
-    place = (*turn, -1)
-    if session.args.warmup == "full":
-        one_run(session, server, place, workload, measured=False)
-        return
-    most_in, most_out = (WARM_UP_INPUT, WARM_UP_OUTPUT) if is_first else (SHAPE_INPUT, SHAPE_OUTPUT)
-    short = replace(
-        workload,
-        name=WARM_UP_NAME + workload.name,
-        input_len=min(workload.input_len, most_in),
-        output_len=min(workload.output_len, most_out),
-    )
-    if session.has_time_for(short.name):
-        one_run(session, server, place, short, measured=False, ratio=0.25 if is_first else 1.0)
-
-
-def one_run(
-    session: Session,
-    server: ArmServer,
-    place: tuple[str, int, int],
-    workload: Workload,
-    *,
-    measured: bool,
-    ratio: float = 1.0,
-) -> None:
-    """Send the workload, watch the server, keep and write what came out."""
-    arm, round_index, repeat = place
-    # Both arms get the same prompts; no two runs of a server do.
-    number = [w.name for w in session.workloads].index(workload.name.removeprefix(WARM_UP_NAME))
-    seed = 1 + 1000 * (100 * round_index + number) + repeat + 1
-    options = ServingOptions(
-        backend="sglang",
-        base_url=server.url,
-        dataset_name="random-ids",
-        num_prompts=workload.requests,
-        lengths=LengthOptions(
-            random_input_len=workload.input_len,
-            random_output_len=workload.output_len,
-            random_range_ratio=ratio,
-        ),
-        tokenize_prompt=True,
-        max_concurrency=workload.concurrency,
-        warmup_requests=0,
-        flush_cache=True,
-        disable_tqdm=True,
-        output_details=True,
-        seed=seed,
-        ready_check_timeout_sec=10,
-    )
-    sampler = LoadSampler(server.url, period_s=0.02 if session.args.demo else session.args.sample_s)
-    begin = time.monotonic()
-    try:
-        figures = asyncio.run(
-            asyncio.wait_for(run_serving_benchmark(options, during=sampler), session.left_s())
-        )
-    except TimeoutError:
-        session.stop(f"{workload.name} did not end within --budget-s")
-        session.document["unfinished"] = {"arm": arm, "samples": sampler.samples}
-        return
-    except BenchError as error:
-        raise BenchError(f"{error}\n{server.log_tail()}") from error
-    session.took(workload.name, time.monotonic() - begin)
-    info = figures["server_info"] or {}
-    session.document["runs"].append(
-        {
-            "arm": arm,
-            "round": round_index,
-            "repeat": repeat,
-            "measured": measured,
-            "workload": asdict(workload),
-            "figures": {k: v for k, v in figures.items() if k not in DROPPED},
-            "capacity": capacity_of(info),
-            "max_running_seen": sampler.peak("num_running_reqs"),
-            "max_queue_seen": sampler.peak("num_waiting_reqs"),
-            "num_retracted": (info.get("internal_states") or [{}])[0].get("num_retracted"),
-            "samples": sampler.samples,
-        }
-    )
-    session.write()
-    say(
-        f"{arm} {workload.name}: {figures['duration']:.2f} s, "
-        f"{figures['output_throughput']:.1f} tok/s out, TTFT {figures['mean_ttft_ms'] / 1000:.2f} s, "
-        f"TPOT {figures['mean_tpot_ms']:.2f} ms, {figures['failed']} failed"
-    )
-
-
-def capacity_of(info: dict[str, Any]) -> dict[str, Any]:
-    """What the server's plan holds."""
-    plan = info.get("memory_plan", {})
-    return {
-        "verify_scratch_bytes": info.get("verify_scratch_bytes"),
-        "verify_ssm_scratch_bytes": plan.get("verify_ssm_scratch_bytes"),
-        "max_total_num_tokens": info.get("max_total_num_tokens"),
-        "max_running_requests": info.get("max_running_requests"),
-        "num_state_slots": info.get("num_state_slots"),
-    }
 
 
 def head(session: Session) -> dict[str, Any]:
@@ -286,6 +104,113 @@ def head(session: Session) -> dict[str, Any]:
         "servers": [],
         "runs": [],
     }
+
+
+def chosen_workloads(args: argparse.Namespace) -> list[Workload]:
+    """The workloads of the command line, in order."""
+    if args.workloads is not None:
+        return chosen(args.workloads, demo=args.demo)
+    given = {name: value for name in LENGTHS if (value := vars(args)[name]) is not None}
+    base = replace(DEMO if args.demo else PUBLISHED, **given)
+    if given:
+        base = replace(base, name=f"{base.requests} x {base.input_len}/{base.output_len}")
+    if args.concurrency is None:
+        return [replace(base, concurrency=base.requests)]
+    return [
+        replace(base, name=f"{base.name}, concurrency {c}", requests=c * args.waves, concurrency=c)
+        for c in args.concurrency
+    ]
+
+
+def read_arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line; what follows `--` are server flags."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = _parser()
+    args = parser.parse_args(argv[:cut])
+    args.server_flags = argv[cut + 1 :]
+    for name in (*LENGTHS, "rounds", "repeats", "small_repeats", "sweep_rounds", "waves"):
+        value = vars(args)[name]
+        if value is not None and value < 1:
+            parser.error(f"{_flag(name)} {value}: must be at least 1")
+    for name in (*LENGTHS, "concurrency"):
+        if args.workloads is not None and vars(args)[name] is not None:
+            parser.error(
+                f"{_flag(name)} makes a workload of its own; leave out --workloads or {_flag(name)}"
+            )
+    if not args.accept_length >= 1:
+        parser.error(f"--accept-length {args.accept_length:g}: must be at least 1, the bonus token")
+    if not args.sample_s > 0:
+        parser.error(f"--sample-s {args.sample_s:g}: must be above 0")
+    check_output(parser, "--out", args.out)
+    check_output(parser, "--markdown", args.markdown)
+    return args
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON file; logs go beside it")
+    parser.add_argument("--markdown", type=Path, help="write the tables there, too")
+    parser.add_argument("--model-path", help="folder of a checkpoint or of a config.json alone")
+    parser.add_argument(
+        "--workloads",
+        type=names_of(WORKLOADS),
+        help="what each server answers, of published,small,sweep (published)",
+    )
+    parser.add_argument("--requests", type=int, help="other requests than 25")
+    parser.add_argument("--input-len", type=int, help="other prompts than 26000 tokens")
+    parser.add_argument("--output-len", type=int, help="other answers than 2000 tokens")
+    parser.add_argument("--concurrency", type=numbers, help="a sweep of one's own: 1,4,8,16,25")
+    parser.add_argument("--waves", type=int, default=1, help="its requests for each one in flight")
+    parser.add_argument("--arms", type=names_of(ARMS), default=["off", "on"], help="off,on")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="times that each arm has its turn; order alternates"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="measured runs of a workload in each turn (2)"
+    )
+    parser.add_argument(
+        "--small-repeats",
+        type=int,
+        default=SMALL_REPEATS,
+        help=f"the same for the small workloads, which take seconds ({SMALL_REPEATS})",
+    )
+    parser.add_argument(
+        "--sweep-rounds", type=int, default=1, help="rounds in which the sweep is run, too (1)"
+    )
+    parser.add_argument(
+        "--warmup", choices=("short", "full"), default="short", help="what is run and discarded"
+    )
+    parser.add_argument("--budget-s", type=float, default=570.0, help="stop in time for this")
+    parser.add_argument(
+        "--accept-length", type=float, default=ACCEPT_LENGTH, help="pretended (3.5)"
+    )
+    parser.add_argument("--sample-s", type=float, default=0.5, help="seconds between two looks")
+    parser.add_argument(
+        "--demo", action="store_true", help="bundled model on the CPU, tiny workloads"
+    )
+    parser.add_argument(
+        "--published-capacity",
+        action="store_true",
+        help="limit each arm's KV pool to the tokens published for its H100 run",
+    )
+    return parser
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers of at least 1, separated by commas."""
+    try:
+        values = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers such as 1,4,8") from None
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: every number must be at least 1")
+    return values
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ ratio of unequal things, a slower workload that a table hides, and flags that ar
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 
 import pytest
 
@@ -31,9 +32,9 @@ def published_on_path():
 
 
 def workloads(*words):
-    from run_options import chosen_workloads, read_arguments
+    from run import chosen_workloads, read_arguments
 
-    return chosen_workloads(read_arguments(["--out", "x.json", *words], None))
+    return chosen_workloads(read_arguments(["--out", "x.json", *words]))
 
 
 def test_workloads_of_a_command_line():
@@ -62,6 +63,29 @@ def test_every_second_round_goes_backwards():
     assert [in_turn(["off", "on"], i) for i in range(3)] == [
         *(["off", "on"], ["on", "off"], ["off", "on"]),
     ]
+
+
+def test_a_budget_expects_starts_as_fast_as_the_fastest(monkeypatch):
+    """Catches a first start, which compiles, that keeps a later one from its turn; and runs that are
+    begun without the time of the longest of their kind."""
+    import served_turn
+
+    clock = [0.0]
+    monkeypatch.setattr(served_turn.time, "monotonic", lambda: clock[0])
+    session = served_turn.Session(Namespace(budget_s=115.0), "m", [], started=0.0)
+    assert session.left_s() == 100 and session.has_time_for_a_server()
+    session.started_in(90.0)
+    session.took("run", 20.0)
+    session.took("run", 10.0)
+    session.started_in(40.0)
+    clock[0] = 50.0
+    assert session.has_time_for_a_server(), "40 s in 50"
+    clock[0] = 60.0
+    assert session.has_time_for("run") and "stopped" not in session.document
+    assert not session.has_time_for_a_server()
+    assert "no time for a server's start and first run: 40 s left" in session.document["stopped"]
+    clock[0] = 79.0
+    assert not session.has_time_for("run")
 
 
 def document(**rates):
