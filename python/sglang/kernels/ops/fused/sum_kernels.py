@@ -28,10 +28,11 @@ def routed_sum(
     b_acc = tl.zeros(column.shape, tl.float32)
     for i in tl.static_range(TOP_K):
         pair = row * TOP_K + i
+        # A part of no expert is read and dropped: a load that waited for the choice would cost a round trip.
         live = tl.load(p_chosen + pair) >= 0
         weight = tl.load(p_weights + pair).to(tl.float32)
-        part = tl.load(p_parts + pair * stride_parts + column, mask=inside & live, other=0.0)
-        b_acc += tl.where(live, weight, 0.0) * part.to(tl.float32)
+        part = tl.load(p_parts + pair * stride_parts + column, mask=inside, other=0.0)
+        b_acc += tl.where(live, weight, 0.0) * tl.where(live, part.to(tl.float32), 0.0)
     if HAS_SHARED:
         gate = tl.load(p_gate + row * stride_gate).to(tl.float32)
         shared = tl.load(p_shared + row * stride_shared + column, mask=inside, other=0.0)
