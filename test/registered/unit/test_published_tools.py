@@ -6,8 +6,10 @@ ratio of unequal things, a slower workload that a table hides, and flags that ar
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -137,6 +139,38 @@ def test_ratios_are_of_medians_and_leave_warm_ups_out():
     assert "| output, tok/s | 10.0 | 9.0 | -10.0 % |" in page, "one run has no spread"
     assert "| output over accept length, 1/s | 5.5 | 11.0 | +100.0 % |" in page
     assert page.rstrip().endswith(line)
+
+
+def test_the_published_run_is_the_last_point_of_the_sweep():
+    """Catches a sweep drawn with points of other lengths, and a single point drawn as a sweep."""
+    from plot import of_one_length
+
+    runs = [
+        {"workload": vars(w)}
+        for w in workloads("--workloads", "small,published,sweep")
+        for _ in "ab"
+    ]
+    swept = of_one_length(runs)
+    assert sorted({run["workload"]["concurrency"] for run in swept}) == [1, 4, 8, 16, 25]
+    assert {run["workload"]["input_len"] for run in swept} == {26_000} and len(swept) == 10
+    assert of_one_length(runs[4:6]) == []
+
+
+def test_a_result_from_before_waits_were_kept_is_drawn(tmp_path, capsys):
+    """Catches a picture that needs what older results do not hold."""
+    import plot
+
+    made, stored = document(one=([10], [20])), tmp_path / "old.json"
+    for run in made["runs"]:
+        run["workload"] |= {"concurrency": 4, "input_len": 9, "output_len": 9}
+        run["samples"] = []
+    stored.write_text(json.dumps(made))
+    assert plot.main([str(stored), "--out", str(tmp_path)]) == 0
+    assert [Path(line).stem for line in capsys.readouterr().out.split()] == [
+        *("published_time", "published_ttft"),
+    ]
+    drawn = (tmp_path / "published_ttft.svg").read_text()
+    assert drawn.count("(dashed: mean, 0.00 s)") == 2
 
 
 def test_copies_to_the_host_beside_kernels():
