@@ -24,7 +24,7 @@ from functools import cache, partial
 from pathlib import Path
 
 DENSE = ("in_proj", "out", "qkv")
-EXPERTS = ("up", "down", "sort rows")
+EXPERTS = ("up", "down", "sort rows", "both")
 ROWS = 8192
 SILENCE_S = 25.0
 """Longest wait for a word of the process: it imports, draws weights and compiles between two of them."""
@@ -52,7 +52,7 @@ class Candidate:
 def candidates() -> list[Candidate]:
     """The most telling first."""
     found = []
-    for what in ("in_proj", "up", "down", "out", "qkv"):
+    for what in ("in_proj", "up", "down", "both", "out", "qkv"):
         shares = (0, 1, 2) if what in DENSE else (0, 2)
         found.append(Candidate(what))
         found += [Candidate(what, s, t) for s in shares for t in (False, True)]
@@ -237,6 +237,9 @@ class ExpertsCase:
         tile = HopperTile()
         self.want_up = grouped_gated(self.case.x, *self.case.gate_up, self.rows, tile)
         self.want_down = self.case.down(tile)
+        self.weights = torch.rand(ROWS, self.rows.top_k, device="cuda", dtype=torch.bfloat16)
+        self.gate = torch.rand(ROWS, 1, device="cuda", dtype=torch.bfloat16)
+        self.want_both = self.both(Candidate("both"))
 
     def calls(self, candidate: Candidate) -> list:
         from sglang.kernels.ops.moe.by_slot import down_by_slot, sort_rows
@@ -244,6 +247,8 @@ class ExpertsCase:
         from sglang.kernels.ops.quantization.launch import HopperTile
 
         case, rows = self.case, self.rows
+        if candidate.what == "both":
+            return [partial(self.both, candidate)]
         if candidate.what == "sort rows":
             return [partial(sort_rows, case.x.values, rows.order, rows.top_k)]
         if candidate.share < 0 and candidate.what == "up":
@@ -254,6 +259,28 @@ class ExpertsCase:
         if candidate.what == "up":
             return [partial(self.up, tile)]
         return [partial(down_by_slot, self.inner, *case.down_weight, rows, tile)]
+
+    def both(self, candidate: Candidate):
+        """From the order of pairs to every pair's output."""
+        from sglang.kernels.ops.moe.experts import run_experts
+        from sglang.kernels.ops.moe.launch import ExpertTiles
+        from sglang.kernels.ops.quantization.launch import HopperTile
+
+        case = self.case
+        tile = HopperTile() if candidate.share < 0 else cuda_tile(candidate)
+        (gate_up, gate_up_scale), (down, down_scale) = case.gate_up, case.down_weight
+        return run_experts(
+            case.x,
+            self.weights,
+            case.chosen,
+            gate_up,
+            down,
+            gate_up_scale=gate_up_scale,
+            down_scale=down_scale,
+            shared_gate=self.gate,
+            last_is_shared=True,
+            tiles=ExpertTiles(tile, tile, gated=True),
+        ).parts
 
     def up(self, tile):
         """The product alone: rows were sorted before."""
@@ -285,6 +312,8 @@ class ExpertsCase:
 
         if candidate.what == "down":
             return compare_bits(got, self.want_down)
+        if candidate.what == "both":
+            return compare_bits(got, self.want_both)
         if candidate.what == "sort rows":
             pair = torch.arange(self.rows.num_pairs, device="cuda")
             made = got.view(torch.uint8)[self.slot_of[pair]]
@@ -303,6 +332,8 @@ class ExpertsCase:
         if what == "sort rows":
             hidden = self.case.shape["hidden"]
             return floor_us(hidden * (ROWS + self.rows.num_pairs))
+        if what == "both":
+            return self.case.floor("up") + self.case.floor("down")
         return self.case.floor(what)
 
 

@@ -16,6 +16,7 @@ from sglang.kernels.ops.moe.launch import (
     ExpertTiles,
     expert_tiles,
     hopper_expert_tiles,
+    slot_expert_tiles,
 )
 from sglang.kernels.ops.moe.sort import ExpertOrder, order_by_expert
 from sglang.kernels.ops.quantization.fp8 import (
@@ -24,6 +25,7 @@ from sglang.kernels.ops.quantization.fp8 import (
     descriptor_of,
     quantize,
 )
+from sglang.kernels.ops.quantization.hopper_cuda import CudaTile, fits_shared_rows
 from sglang.kernels.ops.quantization.launch import (
     HopperTile,
     check_gated,
@@ -237,7 +239,9 @@ def run_experts(
         return RoutedSum(none, weights, chosen, none, none)
     fp8 = gate_up_scale is not None
     if tiles is None and fp8 and _fits_hopper(down):
-        tiles = hopper_expert_tiles(num_rows)
+        if x.dtype == torch.bfloat16 and fits_shared_rows(down):
+            tiles = slot_expert_tiles(num_rows)
+        tiles = tiles or hopper_expert_tiles(num_rows)
     tiles = tiles or expert_tiles(num_rows, x.dtype.itemsize, fp8=fp8)
     routed = gate_up.shape[0] - last_is_shared
     rows = ExpertRows(
@@ -246,17 +250,54 @@ def run_experts(
         top_k,
         num_rows if last_is_shared else 0,
     )
+    parts = _expert_parts(x, gate_up, down, gate_up_scale, down_scale, rows, tiles)
+    if last_is_shared:
+        shared = parts[rows.num_pairs :]
+    gate = None if shared is None else shared_gate
+    return RoutedSum(parts, weights, chosen, shared, gate)
+
+
+def _expert_parts(
+    x: Tensor | QuantizedRows,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
+    rows: ExpertRows,
+    tiles: ExpertTiles,
+) -> Tensor:
+    """Every pair's output [num_results, H]."""
+    if isinstance(tiles.up, CudaTile) or isinstance(tiles.down, CudaTile):
+        return _parts_by_slot(x, gate_up, down, gate_up_scale, down_scale, rows, tiles)
     inner: Tensor | QuantizedRows
     if gate_up_scale is not None and tiles.gated and can_gate(down.shape[2]):
         inner = grouped_gated(x, gate_up, gate_up_scale, rows, tiles.up)
     else:
         both = grouped_linear(x, gate_up, gate_up_scale, rows, tiles.up, x_by_pair=False)
         inner = silu_mul(both) if gate_up_scale is None else silu_mul_quantized(both)
-    parts = grouped_linear(inner, down, down_scale, rows, tiles.down, x_by_pair=True)
-    if last_is_shared:
-        shared = parts[rows.num_pairs :]
-    gate = None if shared is None else shared_gate
-    return RoutedSum(parts, weights, chosen, shared, gate)
+    return grouped_linear(inner, down, down_scale, rows, tiles.down, x_by_pair=True)
+
+
+def _parts_by_slot(
+    x: Tensor | QuantizedRows,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
+    rows: ExpertRows,
+    tiles: ExpertTiles,
+) -> Tensor:
+    """Raises: ValueError unless the experts are FP8 and both tiles take rows by slot."""
+    from sglang.kernels.ops.moe.by_slot import down_by_slot, up_by_slot
+
+    up, last = tiles.up, tiles.down
+    if gate_up_scale is None or down_scale is None:
+        raise ValueError(f"experts of {gate_up.dtype} without scales have no rows by slot")
+    if not isinstance(up, CudaTile) or not isinstance(last, CudaTile):
+        raise ValueError(f"rows by slot need two tiles of the CUDA kernel, not {up} and {last}")
+    q = quantize(x) if isinstance(x, Tensor) else x
+    inner = up_by_slot(q, gate_up, gate_up_scale, rows, up)
+    return down_by_slot(inner, down, down_scale, rows, last)
 
 
 def _fits_hopper(down: Tensor) -> bool:

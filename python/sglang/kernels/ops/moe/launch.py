@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sglang.kernels.ops.quantization import launch as product_launch
+from sglang.kernels.ops.quantization.hopper_cuda import SHARE_WEIGHTS, CudaTile
 from sglang.kernels.ops.quantization.launch import (
     SMALL_ROWS,
     HopperTile,
@@ -38,11 +39,13 @@ class ExpertTiles:
     """Tiles of the gate and up projection and of the down projection; both have one ``block_m``.
 
     ``gated``: an FP8 ``up`` ends in silu(gate) * up, quantised, where its halves meet at a scale block's edge.
-    Raises: ValueError if the heights differ, or ``up`` has not the parts that gating needs.
+    A CudaTile takes rows by slot, so both are one or none is.
+    Raises: ValueError if the heights differ, or ``up`` has not the parts that gating needs, or one alone takes
+    rows by slot.
     """
 
-    up: ExpertTile | HopperTile
-    down: ExpertTile | HopperTile
+    up: ExpertTile | HopperTile | CudaTile
+    down: ExpertTile | HopperTile | CudaTile
     gated: bool = False
 
     def __post_init__(self) -> None:
@@ -50,6 +53,9 @@ class ExpertTiles:
             raise ValueError(
                 f"tiles of {self.up.block_m} and {self.down.block_m} rows cannot share one order of pairs"
             )
+        by_slot = isinstance(self.up, CudaTile)
+        if by_slot != isinstance(self.down, CudaTile) or by_slot and not self.gated:
+            raise ValueError("rows by slot go from a gated up projection to a down projection")
         if self.gated and isinstance(self.up, ExpertTile):
             check_gated(self.up.parts, self.up.block_n)
 
@@ -80,6 +86,17 @@ _AMD_FP8_MANY = ExpertTiles(
     gated=True,
 )
 """Within 64 KB of shared memory and without descriptors; compiled, never timed."""
+
+
+BY_SLOT: CudaTile | None = None
+"""For prompts' FP8 experts in bf16 models where the CUDA kernel runs; None leaves them to the Gluon kernel."""
+
+
+def slot_expert_tiles(num_tokens: int) -> ExpertTiles | None:
+    """For FP8 experts whose both products fit the CUDA kernel, bf16 results and a device that runs it."""
+    if BY_SLOT is None or num_tokens <= SMALL_ROWS or BY_SLOT.share == SHARE_WEIGHTS:
+        return None
+    return ExpertTiles(BY_SLOT, BY_SLOT, gated=True)
 
 
 def hopper_expert_tiles(num_tokens: int) -> ExpertTiles | None:

@@ -26,6 +26,7 @@ if HAS_BINDINGS:
     from cuda.bindings import driver, nvrtc
 
 SOURCE = Path(__file__).with_name("csrc") / "hopper_products.cu"
+HEADER = SOURCE.with_name("hopper_instructions.cuh")
 TILE_ROWS = 128
 SHARE_NOTHING, SHARE_WEIGHTS, SHARE_ROWS = 0, 1, 2
 _HALF = 64
@@ -114,10 +115,17 @@ def unavailable_reason(device: torch.device) -> str | None:
     return None if capability == (9, 0) else f"compute capability {capability} is not 9.0"
 
 
+def fits_shared_rows(down: Tensor) -> bool:
+    """Whether the kernel serves experts of ``down`` [E, H, I] and an up projection [E, 2I, H]."""
+    size, inner = down.shape[1:]
+    return size % 512 == 0 and inner % 256 == 0 and unavailable_reason(down.device) is None
+
+
 def compile_cubin(tile: CudaTile, *, grouped: bool, gated: bool) -> bytes:
     """Machine code for sm_90a. Raises: RuntimeError with the compiler's log."""
     source, name = SOURCE.read_bytes(), SOURCE.name.encode()
-    (program,) = _check(nvrtc.nvrtcCreateProgram(source, name, 0, [], []))
+    headers, names = [HEADER.read_bytes()], [HEADER.name.encode()]
+    (program,) = _check(nvrtc.nvrtcCreateProgram(source, name, 1, headers, names))
     choices = {"SHARE": tile.share, "TURNS": tile.turns, "WATCH": tile.watch, "PROBE": tile.probe}
     choices |= {"GROUPED": grouped, "GATED": gated}
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]

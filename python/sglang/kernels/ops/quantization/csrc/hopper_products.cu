@@ -15,15 +15,7 @@
 // GROUPED and GATED is the up projection: rows lie by slot (place in the order of pairs), scales by source row,
 // results by slot. GROUPED alone is the down projection: rows and scales lie by slot, results by pair.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-struct alignas(64) TensorMap {
-    u8 bytes[128];
-};
+#include "hopper_instructions.cuh"
 
 struct Params {
     const float *x_scale;
@@ -59,99 +51,6 @@ constexpr u32 W_AT = STAGES * X_STAGE, STAGING_AT = W_AT + STAGES * W_STAGE;
 constexpr u32 STAGING_ROW = 144, STAGING_WARP = 16 * STAGING_ROW;  // 128 bytes a row and 16 against bank conflicts
 constexpr u32 FULL_AT = STAGING_AT + 8 * STAGING_WARP, EMPTY_AT = FULL_AT + 8 * STAGES, TURN_AT = EMPTY_AT + 8 * STAGES;
 constexpr int THREADS = 384;
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
-    asm volatile(
-        "{\n\t.reg .b32 remote;\n\t"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n\t}" ::"r"(barrier), "r"(rank) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive_here(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{\n\t.reg .pred p;\n\t"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-        "selp.u32 %0, 1, 0, p;\n\t}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    return done;
-}
-
-// WATCH: a wait that lasts for many seconds is a mistake in the order of copies, and ends the kernel with an error
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    u32 tries = 0;
-    while (!barrier_done(barrier, parity)) {
-        if (WATCH && ++tries > (1u << 22)) asm volatile("trap;");
-    }
-}
-
-__device__ __forceinline__ void fetch(u32 to, const TensorMap *map, int k, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-        ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void fetch_for_both(u32 to, const TensorMap *map, int k, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%2, %3}], [%4], %5;"
-        ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
-}
-
-// A K-major operand of 128 bytes a row, in the copy engine's swizzle of 128 bytes: atoms of 8 rows, 1024 bytes.
-__device__ __forceinline__ u64 operand(u32 address) {
-    return (u64)((address & 0x3FFFF) >> 4) | ((u64)1 << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
-}
-
-#define F8(b, i) "+f"(b[i]), "+f"(b[i + 1]), "+f"(b[i + 2]), "+f"(b[i + 3]), \
-                 "+f"(b[i + 4]), "+f"(b[i + 5]), "+f"(b[i + 6]), "+f"(b[i + 7])
-#define F64(b) F8(b, 0), F8(b, 8), F8(b, 16), F8(b, 24), F8(b, 32), F8(b, 40), F8(b, 48), F8(b, 56)
-
-__device__ __forceinline__ void multiply_quarter(float (&d)[64], u64 x, u64 w, int add) {
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, p, 1, 1;\n\t}"
-        : F64(d)
-        : "l"(x), "l"(w), "r"(add));
-}
-
-__device__ __forceinline__ void pin(float (&d)[64]) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int PENDING>
-__device__ __forceinline__ void wait_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
 
 // Turns of the two multiplying groups. A named barrier would do, but the assembler moves it before the multiply-adds
 // that shall run while the other group's turn lasts; a loop it does not move.
@@ -192,40 +91,6 @@ __device__ __forceinline__ void add_scaled(float (&sum)[64], const float (&part)
     for (int i = 0; i < 64; ++i) sum[i] = __fmaf_rn(part[i], i & 2 ? high : low, sum[i]);
 }
 
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-__device__ __forceinline__ float to_bf16(float x) {
-    u16 bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-    return __uint_as_float((u32)bits << 16);
-}
-
-__device__ __forceinline__ u16 pack_fp8(float low, float high) {
-    u16 pair;
-    low = fminf(fmaxf(low, -448.0f), 448.0f);
-    high = fminf(fmaxf(high, -448.0f), 448.0f);
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-__device__ __forceinline__ void put_u32(u32 at, u32 x) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
-}
-
-__device__ __forceinline__ void put_u16(u32 at, u16 x) {
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(x) : "memory");
-}
-
-__device__ __forceinline__ uint4 get_16_bytes(u32 at) {
-    uint4 x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at));
-    return x;
-}
-
 // 128 bytes of each of a warp's 16 staged rows to out + row * stride; rows of -1 are left out
 __device__ __forceinline__ void store_staged(u32 staging, u8 *out, i64 stride, int low_row, int high_row) {
     const int lane = threadIdx.x % 32;
@@ -242,25 +107,26 @@ __device__ __forceinline__ void store_staged(u32 staging, u8 *out, i64 stride, i
 
 __device__ __forceinline__ void store_sums(
     const float (&sum)[64], u32 staging, u8 *out, i64 stride, int low_row, int high_row) {
-    const u32 at = staging + threadIdx.x % 32 / 4 * STAGING_ROW + threadIdx.x % 4 * 4;
+    const int lane = threadIdx.x % 32;
+    const u32 at = staging + lane % 16 * STAGING_ROW + lane / 16 * 16;
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const int i = 4 * (8 * part + j);
-            put_u32(at + 16 * j, pack_bf16(sum[i], sum[i + 1]));
-            put_u32(at + 8 * STAGING_ROW + 16 * j, pack_bf16(sum[i + 2], sum[i + 3]));
+        for (int j = 0; j < 8; j += 2) {
+            const float *x = sum + 4 * (8 * part + j);
+            put_blocks(at + 16 * j, pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
+                       pack_bf16(x[6], x[7]));
         }
         store_staged(staging, out + 128 * part, stride, low_row, high_row);
     }
 }
 
+// silu(gate) * up with gate and up rounded already. Where flushing denormal numbers changes the power, 1 + it is 1.
 __device__ __forceinline__ float gated(float gate, float up) {
-    gate = to_bf16(gate);
     float grown, made;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(grown) : "f"(__fmul_rn(-gate, 1.44269502162933349609375f)));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(grown) : "f"(__fmul_rn(-gate, 1.44269502162933349609375f)));
     asm("div.full.f32 %0, %1, %2;" : "=f"(made) : "f"(gate), "f"(__fadd_rn(1.0f, grown)));
-    return to_bf16(__fmul_rn(made, to_bf16(up)));
+    return __fmul_rn(made, up);
 }
 
 __device__ __forceinline__ float largest_of_row(float x) {
@@ -276,17 +142,22 @@ __device__ __forceinline__ float divide(float x, float scale, float inverse) {
 }
 
 __device__ __forceinline__ void gate_and_store(
-    float (&x)[64], const float (&up)[64], u32 staging, u8 *out, i64 stride, float *out_scale, i64 scale_stride,
+    float (&x)[64], float (&up)[64], u32 staging, u8 *out, i64 stride, float *out_scale, i64 scale_stride,
     int low_row, int high_row) {
     const int lane = threadIdx.x % 32;
     float low = 0.0f, high = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < 64; i += 2) {
+        round_to_bf16(x[i], x[i + 1]);
+        round_to_bf16(up[i], up[i + 1]);
         x[i] = gated(x[i], up[i]);
+        x[i + 1] = gated(x[i + 1], up[i + 1]);
+        round_to_bf16(x[i], x[i + 1]);
+        const float larger = fmaxf(fabsf(x[i]), fabsf(x[i + 1]));
         if (i & 2) {
-            high = fmaxf(high, fabsf(x[i]));
+            high = fmaxf(high, larger);
         } else {
-            low = fmaxf(low, fabsf(x[i]));
+            low = fmaxf(low, larger);
         }
     }
     low = largest_of_row(low);
@@ -436,73 +307,104 @@ __device__ __forceinline__ void release(u32 smem, int stage) {
     if (lane < CLUSTER) barrier_arrive(smem + EMPTY_AT + 8 * stage, CLUSTER == 1 ? 0 : lane);
 }
 
+// Where the scales of this thread's two rows and of both column parts begin, and the first of each
+struct Scales {
+    const float *at_low, *at_high, *at_one, *at_two;
+    float low, high, one, two;
+
+    __device__ __forceinline__ void locate(
+        const Params &p, Item at, int expert, int low_slot, int high_slot, int low_result, int high_result) {
+        const int first = (at.n * WIDTH) / GROUP, second = (at.n * WIDTH + (GATED ? p.num_columns : GROUP)) / GROUP;
+        if (expert < 0) low_result = high_result = 0;  // nobody's tile: its pairs are undefined
+        const float *weights = p.w_scale + (i64)max(expert, 0) * p.stride_ws_expert;
+        at_low = p.x_scale + (i64)scale_row_of(p, at.m, low_slot, low_result) * p.stride_x_scale;
+        at_high = p.x_scale + (i64)scale_row_of(p, at.m, high_slot, high_result) * p.stride_x_scale;
+        at_one = weights + first * p.stride_ws;
+        at_two = weights + second * p.stride_ws;
+        load(0);
+    }
+
+    __device__ __forceinline__ void load(int step) {
+        low = __ldg(at_low + step);
+        high = __ldg(at_high + step);
+        one = __ldg(at_one + step);
+        two = __ldg(at_two + step);
+    }
+};
+
+// 64 rows of padding, or nothing to do: only let the stages go
+__device__ __forceinline__ void skip_steps(const Params &p, u32 smem, Ring &ring, Turns &turns) {
+#pragma unroll 1
+    for (int step = 0; step < p.num_steps; ++step) {
+        barrier_wait(smem + FULL_AT + 8 * ring.stage, ring.phase);
+        __syncwarp();
+        release(smem, ring.stage);
+        ring.advance();
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+            turns.take();
+            turns.pass();
+        }
+    }
+}
+
+__device__ __forceinline__ void multiply_steps(
+    const Params &p, u32 smem, int side, Ring &ring, Turns &turns, Scales &scales, float (&sum)[64],
+    float (&sum2)[64]) {
+    float part[64];
+#pragma unroll
+    for (int j = 0; j < 64; ++j) sum[j] = sum2[j] = 0.0f;
+#pragma unroll 1
+    for (int step = 0; step < p.num_steps; ++step) {
+        const u64 x = operand(smem + ring.stage * X_STAGE + side * X_HALF_BYTES);
+        const u64 w = operand(smem + W_AT + ring.stage * W_STAGE);
+        const u64 w2 = operand(smem + W_AT + ring.stage * W_STAGE + W_PART_BYTES);
+        const float low_one = scales.low * scales.one, high_one = scales.high * scales.one;
+        const float low_two = scales.low * scales.two, high_two = scales.high * scales.two;
+        barrier_wait(smem + FULL_AT + 8 * ring.stage, ring.phase);
+        scales.load(min(step + 1, p.num_steps - 1));
+        multiply(part, x, w, turns);
+        add_scaled(sum, part, low_one, high_one);
+        multiply(part, x, w2, turns);
+        release(smem, ring.stage);
+        add_scaled(sum2, part, low_two, high_two);
+        ring.advance();
+    }
+}
+
+// Half ``side`` of every item's rows. Where an item's rows lie is read while the one before it is multiplied, its
+// first scales before the one before it is stored.
 __device__ void multiply_items(const Params &p, u32 smem, int rank, int side) {
     const int stride = gridDim.x / CLUSTER, total = num_units(p);
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
     const int low_slot = side * HALF + warp * 16 + lane / 4, high_slot = low_slot + 8;
-    const int apart = GATED ? p.num_columns : GROUP;
     const u32 staging = smem + STAGING_AT + (4 * side + warp) * STAGING_WARP;
     Ring ring;
-    int i = blockIdx.x / CLUSTER;
     Turns turns(smem, side);
+    Scales scales;
+    int i = blockIdx.x / CLUSTER;
     Item next = place_of(p, min(i, total - 1), rank);
     int next_expert = expert_of(p, next.m), next_first = result_of(p, next.m, side * HALF);
     int next_low = result_of(p, next.m, low_slot), next_high = result_of(p, next.m, high_slot);
+    scales.locate(p, next, next_expert, low_slot, high_slot, next_low, next_high);
     for (; i < total; i += stride) {
         const Item at = next;
         const int expert = next_expert, low = next_low, high = next_high;
-        const bool live = next_first >= 0;
+        const bool live = next_first >= 0 && PROBE != 2;
         next = place_of(p, min(i + stride, total - 1), rank);
         next_expert = expert_of(p, next.m);
         next_first = result_of(p, next.m, side * HALF);
         next_low = result_of(p, next.m, low_slot);
         next_high = result_of(p, next.m, high_slot);
-        if (expert < 0) continue;
-        if (!live || PROBE == 2) {
-#pragma unroll 1
-            for (int step = 0; step < p.num_steps; ++step) {
-                barrier_wait(smem + FULL_AT + 8 * ring.stage, ring.phase);
-                __syncwarp();
-                release(smem, ring.stage);
-                ring.advance();
-#pragma unroll
-                for (int part = 0; part < 2; ++part) {
-                    turns.take();
-                    turns.pass();
-                }
-            }
+        if (expert < 0 || !live) {
+            if (expert >= 0) skip_steps(p, smem, ring, turns);
+            scales.locate(p, next, next_expert, low_slot, high_slot, next_low, next_high);
             continue;
         }
+        float sum[64], sum2[64];
+        multiply_steps(p, smem, side, ring, turns, scales, sum, sum2);
+        scales.locate(p, next, next_expert, low_slot, high_slot, next_low, next_high);
         const int column = at.n * WIDTH;
-        const float *low_scale = p.x_scale + (i64)scale_row_of(p, at.m, low_slot, low) * p.stride_x_scale;
-        const float *high_scale = p.x_scale + (i64)scale_row_of(p, at.m, high_slot, high) * p.stride_x_scale;
-        const float *w_scale = p.w_scale + (i64)expert * p.stride_ws_expert;
-        const float *w_scale2 = w_scale + (column + apart) / GROUP * p.stride_ws;
-        w_scale += column / GROUP * p.stride_ws;
-        float x_low = __ldg(low_scale), x_high = __ldg(high_scale), one = __ldg(w_scale), two = __ldg(w_scale2);
-        float sum[64], sum2[64], part[64];
-#pragma unroll
-        for (int j = 0; j < 64; ++j) sum[j] = sum2[j] = 0.0f;
-#pragma unroll 1
-        for (int step = 0; step < p.num_steps; ++step) {
-            const u64 x = operand(smem + ring.stage * X_STAGE + side * X_HALF_BYTES);
-            const u64 w = operand(smem + W_AT + ring.stage * W_STAGE);
-            const u64 w2 = operand(smem + W_AT + ring.stage * W_STAGE + W_PART_BYTES);
-            const float low_one = x_low * one, high_one = x_high * one;
-            const float low_two = x_low * two, high_two = x_high * two;
-            const int following = min(step + 1, p.num_steps - 1);
-            barrier_wait(smem + FULL_AT + 8 * ring.stage, ring.phase);
-            x_low = __ldg(low_scale + following);
-            x_high = __ldg(high_scale + following);
-            one = __ldg(w_scale + following);
-            two = __ldg(w_scale2 + following);
-            multiply(part, x, w, turns);
-            add_scaled(sum, part, low_one, high_one);
-            multiply(part, x, w2, turns);
-            release(smem, ring.stage);
-            add_scaled(sum2, part, low_two, high_two);
-            ring.advance();
-        }
         if (GATED) {
             const int low_row = low < 0 || !GROUPED ? low : 2 * HALF * at.m + low_slot;
             const int high_row = high < 0 || !GROUPED ? high : 2 * HALF * at.m + high_slot;
