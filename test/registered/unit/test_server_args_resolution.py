@@ -129,6 +129,45 @@ def test_graph_sizes_stop_at_the_running_requests(sizes, most, reachable):
     assert reachable_graph_sizes(sizes, most) == reachable
 
 
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"device": "cpu", "base_gpu_id": 2}, "--base-gpu-id 2: ignored with --device cpu"),
+        ({"device": "cpu", "cpu_threads": 1000}, "--cpu-threads 1000: this process may use "),
+        ({"device": "cuda", "cpu_threads": 1}, "--cpu-threads 1: ignored with --device cuda"),
+    ],
+    ids=str,
+)
+def test_what_counts_on_the_other_device_only_is_named(values, line, monkeypatch, caplog):
+    monkeypatch.setattr(basic_hook, "has_nvidia_driver", lambda: True)
+    with caplog.at_level(logging.WARNING):
+        basic_hook.handle_device(ServerArgs("m", **values))
+    (message,) = caplog.messages
+    assert message.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("there", "values", "refused"),
+    [
+        (2, {"base_gpu_id": 1}, False),
+        (2, {"base_gpu_id": 2}, True),
+        (2, {"base_gpu_id": 1, "dp_size": 2}, True),
+        (2, {"dp_size": 2}, False),
+        (None, {"base_gpu_id": 7}, False),
+    ],
+    ids=str,
+)
+def test_gpus_that_are_not_there_are_refused(there, values, refused, monkeypatch):
+    monkeypatch.setattr(basic_hook, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(basic_hook, "num_visible_gpus", lambda: there)
+    args = ServerArgs("m", device="cuda", **values)
+    if not refused:
+        assert basic_hook.handle_device(args).device == "cuda"
+        return
+    with pytest.raises(ValueError, match=r"needs [34] GPUs, 2 are visible to this process"):
+        basic_hook.handle_device(args)
+
+
 def test_resolving_changes_nothing_in_the_record_passed_in(model):
     given = cpu_args(model)
     resolved = run_resolution_pipeline(given)
@@ -160,7 +199,7 @@ def test_lossless_verify_is_checked_after_speculation():
         ({"mem_fraction_static": float("nan")}, "--mem-fraction-static must be"),
         ({"max_running_requests": 0}, "--max-running-requests must be at least 1, got 0"),
         ({"schedule_policy": "luck"}, "--schedule-policy luck is not known; use one of fcfs, lpm"),
-        ({"cuda_graph_bs": [1, 0]}, "--cuda-graph-bs must be at least 1, got 0"),
+        ({"cuda_graph_bs": [1, 0]}, "--cuda-graph-bs must be at least 1 and at most 65536, got 0"),
         ({"cuda_graph_bs": 4}, "--cuda-graph-bs must be a list, got 4"),
         ({"chunked_prefill_size": 0}, "--chunked-prefill-size 0 computes nothing"),
         ({"context_length": MAX_POSITIONS + 1}, f"--context-length {MAX_POSITIONS + 1} is beyond"),
@@ -194,6 +233,22 @@ def test_lossless_verify_is_checked_after_speculation():
         ),
         ({"linear_lossless_commit": "deferred"}, "--linear-lossless-commit deferred"),
         ({"grpc_mode": True}, "--grpc-mode: gRPC is not served"),
+        (
+            {"speculative_ngram_capacity": 9},
+            "--speculative-ngram-capacity 9 needs --speculative-algorithm",
+        ),
+        (
+            {"speculative_use_rejection_sampling": True},
+            "--speculative-use-rejection-sampling needs --speculative-algorithm",
+        ),
+        (
+            {"speculative_algorithm": "NEXTN", "speculative_dflash_block_size": 8},
+            "--speculative-dflash-block-size 8 is for --speculative-algorithm DFLASH, got NEXTN",
+        ),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "d"},
+            "--speculative-draft-model-path d is for .* got NGRAM",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -335,6 +390,13 @@ class TestSpeculativeNumbers:
             args = handle_speculative_decoding(spec("EAGLE", adaptive=True, **tree))
         assert not args.speculative_adaptive and args.max_speculative_num_draft_tokens() == 6
         assert "the number of steps is fixed" in caplog.text
+
+    def test_ngram_names_numbers_that_it_derives(self, caplog):
+        with caplog.at_level(logging.WARNING):
+            args = handle_speculative_decoding(spec("NGRAM", num_steps=7, eagle_topk=2))
+        assert numbers(args) == (1, 10, 12)
+        assert "--speculative-num-steps 7 becomes 1" in caplog.text
+        assert "--speculative-eagle-topk 2 becomes 10" in caplog.text
 
     def test_ngram(self):
         args = handle_speculative_decoding(spec("NGRAM"))

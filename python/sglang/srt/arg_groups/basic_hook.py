@@ -9,7 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglang.srt.utils.platform import has_amd_driver, has_nvidia_driver
+from sglang.srt.utils.platform import (
+    has_amd_driver,
+    has_nvidia_driver,
+    num_visible_gpus,
+    usable_cores,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -49,6 +54,7 @@ def handle_device(args: ServerArgs) -> ServerArgs:
     device = detect_device() if args.device == "auto" else args.device
     if device == "cuda" and detect_device() != "cuda":
         raise ValueError("--device cuda: no GPU is visible to this process; use --device cpu")
+    _check_devices(args, device)
     dtype = args.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
@@ -67,11 +73,33 @@ def handle_device(args: ServerArgs) -> ServerArgs:
     return replace(args, device=device, dtype=dtype, kv_cache_dtype=kv_dtype, cpu_threads=threads)
 
 
+def _check_devices(args: ServerArgs, device: str) -> None:
+    """Refuse GPUs that are not there, and name what counts on the other kind of device only."""
+    if device == "cpu":
+        if args.base_gpu_id != 0:
+            logger.warning("--base-gpu-id %d: ignored with --device cpu", args.base_gpu_id)
+        cores = usable_cores()
+        if args.cpu_threads is not None and args.cpu_threads > cores:
+            logger.warning(
+                "--cpu-threads %d: this process may use %d cores, more threads make it slower",
+                args.cpu_threads,
+                cores,
+            )
+        return
+    if args.cpu_threads is not None:
+        logger.warning("--cpu-threads %d: ignored with --device %s", args.cpu_threads, device)
+    there, last = num_visible_gpus(), args.base_gpu_id + args.dp_size * args.tp_size
+    if there is not None and last > there:
+        raise ValueError(
+            f"--base-gpu-id {args.base_gpu_id} with --dp-size {args.dp_size} needs {last} GPUs, "
+            f"{there} are visible to this process; lower one of them"
+        )
+
+
 def _default_cpu_threads() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     asked = os.environ.get("OMP_NUM_THREADS", "")
     limit = int(asked) if asked.isdigit() and int(asked) > 0 else MAX_DEFAULT_CPU_THREADS
-    return max(1, min(cores or 1, limit))
+    return min(usable_cores(), limit)
 
 
 def handle_page_and_chunk(args: ServerArgs) -> ServerArgs:

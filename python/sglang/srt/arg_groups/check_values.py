@@ -20,7 +20,11 @@ def _range_in_words(flag: Flag) -> str:
         ("above", spec.above),
         ("below", spec.below),
     )
-    return " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+    return " and ".join(f"{word} {_plain(bound)}" for word, bound in bounds if bound is not None)
+
+
+def _plain(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _in_range(flag: Flag, value: float) -> bool:

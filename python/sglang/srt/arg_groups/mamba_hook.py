@@ -69,8 +69,9 @@ def _check_extra_buffer(args: ServerArgs) -> None:
     rows = args.speculative_num_draft_tokens
     if args.is_speculative and rows is not None and interval < rows:
         raise ValueError(
-            f"--mamba-track-interval {interval} must be at least the {rows} rows of a verify step "
-            "(--speculative-num-draft-tokens), or one step could pass two boundaries"
+            f"--mamba-track-interval {interval} must be at least the {rows} rows of a verify step, or "
+            "one step could pass two boundaries; raise it, or lower --speculative-num-draft-tokens "
+            "(a chain's are --speculative-num-steps + 1)"
         )
     if strategy == "extra_buffer_lazy" and args.disaggregation_mode != "null":
         raise ValueError(

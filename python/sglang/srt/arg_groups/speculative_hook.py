@@ -26,6 +26,13 @@ DEFAULT_DFLASH_BLOCK_SIZE = 16
 DEFAULT_DSPARK_BLOCK_SIZE = 7
 MAX_RUNNING_WITH_SPECULATION = 48
 
+_FLAGS_OF = {
+    "speculative_ngram_": ("NGRAM",),
+    "speculative_dflash_": ("DFLASH",),
+    "speculative_dspark_": ("DSPARK",),
+    "speculative_draft_model_path": (*EAGLE_FAMILY, *BLOCK_ALGORITHMS),
+}
+"""Beginnings of names of flags, and the algorithms whose drafters read them."""
 _NUMBERS = (
     "speculative_num_steps",
     "speculative_eagle_topk",
@@ -52,6 +59,7 @@ def handle_speculative_decoding(args: ServerArgs) -> ServerArgs:
     if args.speculative_algorithm is None:
         _refuse_numbers_without_algorithm(args)
         return args
+    _refuse_numbers_of_others(args)
     args = _handle_adaptive(args)
     if args.speculative_algorithm in EAGLE_FAMILY:
         args = _handle_eagle(args)
@@ -73,21 +81,24 @@ def handle_speculative_decoding(args: ServerArgs) -> ServerArgs:
 
 
 def _refuse_numbers_without_algorithm(args: ServerArgs) -> None:
-    names = (
-        *_NUMBERS,
-        "speculative_draft_model_path",
-        "speculative_dflash_block_size",
-        "speculative_dspark_block_size",
-        "speculative_adaptive_config",
-    )
-    if args.speculative_adaptive:
-        raise ValueError("--speculative-adaptive needs --speculative-algorithm; give one")
-    for name in names:
-        value = args.__dict__[name]
-        if value is not None:
-            raise ValueError(
-                f"{spell(name)} {value} needs --speculative-algorithm; give one or leave it out"
-            )
+    for flag in args.flags():
+        value = args.__dict__[flag.name]
+        if flag.name.startswith("speculative_") and value != flag.default:
+            shown = flag.spelling if value is True else f"{flag.spelling} {value}"
+            raise ValueError(f"{shown} needs --speculative-algorithm; give one or leave it out")
+
+
+def _refuse_numbers_of_others(args: ServerArgs) -> None:
+    """Raise a ValueError for a flag that only drafters of other algorithms read."""
+    for flag in args.flags():
+        owners = [(start, who) for start, who in _FLAGS_OF.items() if flag.name.startswith(start)]
+        value = args.__dict__[flag.name]
+        for _, algorithms in owners:
+            if value != flag.default and args.speculative_algorithm not in algorithms:
+                raise ValueError(
+                    f"{flag.spelling} {value} is for --speculative-algorithm "
+                    f"{' or '.join(algorithms)}, got {args.speculative_algorithm}; leave it out"
+                )
 
 
 def _handle_adaptive(args: ServerArgs) -> ServerArgs:
@@ -246,9 +257,20 @@ def _handle_ngram(args: ServerArgs) -> ServerArgs:
             f"--speculative-ngram-max-bfs-breadth {high}"
         )
     rows = args.speculative_num_draft_tokens or DEFAULT_NGRAM_DRAFT_TOKENS
+    steps = max(1, rows // high)
+    for name, used in (("speculative_num_steps", steps), ("speculative_eagle_topk", high)):
+        value = args.__dict__[name]
+        if value not in (None, used):
+            logger.warning(
+                "%s %d becomes %d: NGRAM derives it from --speculative-num-draft-tokens and "
+                "--speculative-ngram-max-bfs-breadth",
+                spell(name),
+                value,
+                used,
+            )
     return replace(
         args,
-        speculative_num_steps=max(1, rows // high),
+        speculative_num_steps=steps,
         speculative_eagle_topk=high,
         speculative_num_draft_tokens=rows,
     )

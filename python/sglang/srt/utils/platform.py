@@ -19,6 +19,22 @@ def has_nvidia_driver() -> bool:
     return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists()
 
 
+def num_visible_gpus() -> int | None:
+    """NVIDIA devices that this process may use; None where only the driver could tell. No torch."""
+    there = len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return len([name for name in named.split(",") if name.strip()])
+    return there or None
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def has_amd_driver() -> bool:
     """Whether an AMD compute device is visible to this process; needs no torch."""
     hidden = ("", "-1")

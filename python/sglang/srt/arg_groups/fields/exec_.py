@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sglang.srt.arg_groups.flag import flag
 
+MOST_GRAPH_BATCH = 1 << 16
 LINEAR_ATTN_BACKENDS = ("triton", "flashinfer", "torch_native")
 
 
@@ -24,12 +25,14 @@ class KernelFields:
         None,
         "Largest batch for which a graph is captured.",
         minimum=1,
+        maximum=MOST_GRAPH_BATCH,
         auto="the largest number of running requests, at most 256",
     )
     cuda_graph_bs: list[int] | None = flag(
         None,
         "Batch sizes for which graphs are captured; steps are padded to them, with graphs or without.",
         minimum=1,
+        maximum=MOST_GRAPH_BATCH,
         metavar="N",
         auto="a few up to --cuda-graph-max-bs",
     )
@@ -75,7 +78,8 @@ class MambaFields:
     mamba_full_memory_ratio: float | None = flag(
         None,
         "Memory for recurrent states divided by memory for KV.",
-        above=0,
+        minimum=1e-6,
+        maximum=1e6,
         auto="0.9",
     )
     mamba_radix_cache_strategy: str = flag(
@@ -87,7 +91,10 @@ class MambaFields:
         auto="extra_buffer",
     )
     mamba_track_interval: int = flag(
-        256, "Tokens between two recurrent states that are kept for the prefix cache.", minimum=1
+        256,
+        "Tokens between two recurrent states that are kept for the prefix cache.",
+        minimum=1,
+        maximum=1 << 30,
     )
     enable_linear_replayssm: bool = flag(
         False, "Decode from a state that is written back only now and then."

@@ -72,6 +72,7 @@ class ModelFields:
         None,
         "Seed of everything random that no request seeds itself, and of dummy weights.",
         minimum=0,
+        maximum=(1 << 63) - 1,
         metavar="N",
         auto="drawn at start and logged",
     )

@@ -37,7 +37,10 @@ class ServingFields:
         auto="none, cross-origin calls are refused",
     )
     max_request_body_mb: float = flag(
-        32.0, "Largest request body in MiB; a larger one gets 413.", above=0
+        32.0,
+        "Largest request body in MiB; a larger one gets 413.",
+        minimum=0.001,
+        maximum=1 << 20,
     )
     log_level: str = flag(
         "info",
@@ -77,8 +80,9 @@ class ServingFields:
     skip_server_warmup: bool = flag(False, "Report ready without having answered one request.")
     watchdog_timeout: float = flag(
         300.0,
-        "Seconds without a finished step after which a busy scheduler counts as stuck.",
-        above=0,
+        "Seconds without a sign of life after which a scheduler counts as stuck; it gives one every "
+        "2 seconds when idle.",
+        minimum=3,
     )
     drain_timeout: float = flag(
         30.0, "Seconds that running requests get to finish after SIGTERM.", minimum=0

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from sglang.srt.arg_groups.flag import flag
 
+MOST_VERIFY_ROWS = 256
+
 
 @dataclass
 class SpeculativeFields:
@@ -34,12 +36,14 @@ class SpeculativeFields:
         None,
         "Tokens that a chain drafts in one step, or the depth of a tree.",
         minimum=1,
+        maximum=MOST_VERIFY_ROWS - 1,
         auto="3 (1 with DFLASH and DSPARK)",
     )
     speculative_eagle_topk: int | None = flag(
         None,
         "Candidates kept at each depth; 1 drafts a chain, more a tree.",
         minimum=1,
+        maximum=MOST_VERIFY_ROWS,
         auto="1",
     )
     speculative_num_draft_tokens: int | None = flag(
@@ -47,6 +51,7 @@ class SpeculativeFields:
         "Rows of one request in a verify step: its last token and the drafts. A chain always has "
         "one more than its steps.",
         minimum=2,
+        maximum=MOST_VERIFY_ROWS,
         auto="steps + 1, or the block size of the draft checkpoint",
     )
     speculative_accept_threshold_single: float = flag(
@@ -70,10 +75,18 @@ class SpeculativeFields:
         False, "Accept sampled drafts of a chain jointly instead of one by one; exact."
     )
     speculative_dflash_block_size: int | None = flag(
-        None, "Block size of a DFLASH drafter.", minimum=2, auto="the draft checkpoint's, else 16"
+        None,
+        "Block size of a DFLASH drafter.",
+        minimum=2,
+        maximum=MOST_VERIFY_ROWS,
+        auto="the draft checkpoint's, else 16",
     )
     speculative_dspark_block_size: int | None = flag(
-        None, "Block size of a DSPARK drafter.", minimum=1, auto="the draft checkpoint's, else 7"
+        None,
+        "Block size of a DSPARK drafter.",
+        minimum=1,
+        maximum=MOST_VERIFY_ROWS - 1,
+        auto="the draft checkpoint's, else 7",
     )
     speculative_adaptive: bool = flag(
         False, "Choose the number of steps at run time from acceptance and batch size."
@@ -85,10 +98,10 @@ class SpeculativeFields:
         auto="a built-in table",
     )
     speculative_ngram_min_bfs_breadth: int = flag(
-        1, "Least breadth of the tree that NGRAM drafts.", minimum=1
+        1, "Least breadth of the tree that NGRAM drafts.", minimum=1, maximum=MOST_VERIFY_ROWS
     )
     speculative_ngram_max_bfs_breadth: int = flag(
-        10, "Greatest breadth of the tree that NGRAM drafts.", minimum=1
+        10, "Greatest breadth of the tree that NGRAM drafts.", minimum=1, maximum=MOST_VERIFY_ROWS
     )
     speculative_ngram_match_type: str = flag(
         "BFS",
@@ -96,9 +109,14 @@ class SpeculativeFields:
         choices=("BFS", "PROB"),
     )
     speculative_ngram_max_trie_depth: int = flag(
-        18, "Longest context that NGRAM looks up.", minimum=2
+        18, "Longest context that NGRAM looks up.", minimum=2, maximum=4096
     )
-    speculative_ngram_capacity: int = flag(10_000_000, "Nodes that NGRAM keeps at most.", minimum=1)
+    speculative_ngram_capacity: int = flag(
+        10_000_000,
+        "Tokens that NGRAM keeps at most; each takes 20 bytes of host memory.",
+        minimum=1,
+        maximum=1_000_000_000,
+    )
 
     @property
     def is_speculative(self) -> bool:
