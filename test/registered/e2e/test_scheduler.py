@@ -226,6 +226,13 @@ def test_a_pool_that_serves_nobody_is_refused(checkpoint):
     assert len(engine.generate([[5]], max_new_tokens=4, ignore_eos=True)[0]) == 1
 
 
+def test_a_plan_for_another_machine_is_refused(checkpoint):
+    """F44: pools that this machine cannot hold are refused by the flag, not by an allocator."""
+    wish = {"device_memory_gb": 8e6, "max_total_tokens": 10**10}
+    with pytest.raises(ValueError, match="--device-memory-gb 8e.06: .* this machine has"):
+        InProcessEngine(checkpoint, **wish)
+
+
 def test_queue_limit_answers_503(checkpoint):
     """F93: every request over the queue limit gets an answer."""
     engine = InProcessEngine(checkpoint, max_queued_requests=2)

@@ -21,6 +21,7 @@ from sglang.srt.managers.scheduler import Scheduler, Send
 from sglang.srt.managers.scheduler_metrics import SchedulerMetrics
 from sglang.srt.managers.tokenizer import Tokenizer
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.device_memory import memory_at_hand
 from sglang.srt.mem_cache.hicache.build import HostTierSettings, build_host_tier
 from sglang.srt.mem_cache.hierarchical_cache import HierarchicalCache
 from sglang.srt.mem_cache.memory_plan import (
@@ -31,6 +32,7 @@ from sglang.srt.mem_cache.memory_plan import (
     make_plan,
 )
 from sglang.srt.mem_cache.plan_inputs import MemoryPlanError
+from sglang.srt.mem_cache.plan_table import human_bytes
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.request_memory import RequestMemory
 from sglang.srt.mem_cache.request_slots import RequestSlots
@@ -80,6 +82,7 @@ def build_engine(args: ServerArgs, send: Send, *, device_steps: bool | None = No
         torch.set_num_threads(args.cpu_threads)
     plan = make_plan(model_config, args)
     _log_plan(plan, model_config)
+    check_memory_is_there(args, plan)
     pools = build_pools(plan, device)
     check_allocated(plan, pools)
     runner = _build_runner(args, model_config, plan, pools)
@@ -141,6 +144,19 @@ def build_engine(args: ServerArgs, send: Send, *, device_steps: bool | None = No
         internal_state=lambda: info if host is None else info | {"hicache": host.stats()},
     )
     return BuiltEngine(scheduler, worker, runner, memory, pools, plan, info, host, grammars)
+
+
+def check_memory_is_there(args: ServerArgs, plan: MemoryPlan) -> None:
+    """Raise MemoryPlanError if --device-memory-gb made the plan larger than the device at hand."""
+    if args.device_memory_gb is None:
+        return
+    needed = plan.static_bytes - plan.unspent_bytes
+    there = memory_at_hand(args)
+    if needed > there:
+        raise MemoryPlanError(
+            f"--device-memory-gb {args.device_memory_gb:g}: weights and pools of that plan need "
+            f"{human_bytes(needed)}, this machine has {human_bytes(there)}; lower it or leave it out"
+        )
 
 
 def graph_sizes(args: ServerArgs, plan: MemoryPlan) -> list[int]:

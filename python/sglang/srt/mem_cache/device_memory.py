@@ -21,8 +21,13 @@ def planned_memory(args: ServerArgs) -> int:
     """Bytes of one device: ``--device-memory-gb`` if given, else what the device at hand has."""
     if args.device_memory_gb is not None:
         return _checked(args.device_memory_gb)
+    return default_host_budget() if args.device == "cpu" else memory_at_hand(args)
+
+
+def memory_at_hand(args: ServerArgs) -> int:
+    """Bytes that the GPU has, or that are available on the host of a CPU server."""
     if args.device == "cpu":
-        return default_host_budget()
+        return available_host_memory()
     import torch
 
     return torch.cuda.get_device_properties(args.base_gpu_id).total_memory
