@@ -3,14 +3,16 @@ is one; and compiled for Hopper at the heads of the served models, which needs n
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kernel_cases import run_cases
 
-register_cpu_ci(est_time=45, suite="kernels")
-register_cuda_ci(est_time=60, stage="base-b", runner_config="1-gpu-large")
+register_cpu_ci(est_time=80, suite="kernels")
+register_cuda_ci(est_time=90, stage="base-b", runner_config="1-gpu-large")
 
 HEADS = [(16, 32, 128), (16, 48, 128), (2, 4, 64)]
 
@@ -85,6 +87,61 @@ def test_prefill_compiles_for_hopper(heads, name):
     assert "wgmma.mma_async" in inverse and ".f16.f16" in inverse and ".tf32" not in inverse
     assert "wgmma.mma_async" in walk and ".bf16.bf16" in walk
     assert walk.count("cp.async.bulk.tensor") >= 5
+
+
+def test_inverse_by_blocks_compiles_for_hopper():
+    """A value of a block of 16 that leaves its thread: only products of the whole matrix go through memory."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.attention.fla.prefill_launch import FEW_HALF
+    from sglang.test.compile_kernels import HOPPER
+
+    chunk = replace(FEW_HALF.chunk, base=16, solve_precision="fp16 blocks")
+    inverse, _ = compiled_prefill(HOPPER, "bf16", HEADS[0], replace(FEW_HALF, chunk=chunk))
+    ptx = inverse["ptx"]
+    assert "mma.sync" in ptx and "wgmma.mma_async" in ptx and ".tf32" not in ptx
+    assert "st.shared.b16" not in ptx
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("has_dests", [True, False])
+@pytest.mark.parametrize("heads", HEADS[:2], ids=str)
+def test_walk_in_order_compiles_for_hopper(heads, has_dests, stages):
+    """Accumulators that overflow the registers, more shared memory than there is, short chunks not padded."""
+    pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
+    from triton.compiler import compile as compile_kernel
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from sglang.kernels.ops.attention.fla.prefill_hopper_kernel import ordered_walk_kernel as kernel
+    from sglang.test.compile_kernels import HOPPER
+
+    def descriptor(columns: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([64, columns], gl.bfloat16)
+        return f"tensordesc<bf16[64, {columns}],{layout!r}>"
+
+    width = (2 * heads[0] + heads[1]) * heads[2]
+    constants = {"HV": heads[1], "GROUP": heads[1] // heads[0], "K": 128, "V": 128, "C": 64}
+    constants |= {"BV": 64, "STAGES": stages, "HAS_DESTS": has_dests}
+    constants |= dict.fromkeys(("stride_k_token", "stride_v_token"), width)
+    constants |= dict.fromkeys(("stride_q_head", "stride_k_head", "stride_v_head"), 128)
+    types = {f"desc_{name}": descriptor(128) for name in "qk"}
+    types |= {f"desc_{name}": descriptor(64) for name in ("v", "x", "a", "out")}
+    types |= dict.fromkeys(("q_coef", "k_coef", "s_coef", "decay", "pool"), "*fp32")
+    types |= dict.fromkeys(("k", "v", "out"), "*bf16")
+    types |= {"slots": "*i32", "requests": "*i32", "dests": "*i64"}
+    if not has_dests:
+        constants["dests"] = None
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    wide = {n for n in names if types.get(n, "").startswith("*")} | {"stride_slot"}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in wide}
+    source = GluonASTSource(kernel, signature, constants, attrs)
+    compiled = compile_kernel(source, target=HOPPER, options={"num_warps": 4})
+    assert compiled.metadata.shared <= 227 * 1024
+    ptx = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+    assert "wgmma.wait_group.sync.aligned 1" in ptx
+    assert ".local" not in ptx
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)

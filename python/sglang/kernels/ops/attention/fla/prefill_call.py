@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sglang.kernels import triton_support
 from sglang.kernels.ops.attention.fla import prefill_kernels
 from sglang.kernels.ops.attention.fla.chunk_delta_h import CHUNK_SIZE
 from sglang.kernels.ops.attention.fla.prefill_launch import PrefillTiles, launch_options
@@ -111,6 +112,12 @@ def run_states(
     block_v, dim_k = min(tile.block_v, dim_v), x.q.shape[2]
     copies = tile.copy_engine and torch.version.hip is None
     copies = copies and all(_copies(t) for t in (x.q, x.k, x.v))
+    if copies and tile.in_order and triton_support.runs_on_hopper(x.q.device):
+        from sglang.kernels.ops.attention.fla import prefill_hopper  # needs Gluon
+
+        if prefill_hopper.serves(x):
+            prefill_hopper.walk_in_order(x, plan, scratch, tile, pool, slots, track_dests, out)
+            return
     moved = (None,) * 6
     if copies:
         own = (_rows(x.q, dim_k), _rows(x.k, dim_k), _rows(x.v, block_v))

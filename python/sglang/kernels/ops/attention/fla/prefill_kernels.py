@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.kernels.ops.attention.fla.prefill_inverse import lower_inverse
+from sglang.kernels.ops.attention.fla.prefill_inverse import lower_inverse, lower_inverse_by_blocks
 
 
 @triton.jit
@@ -30,6 +30,11 @@ def row_gates(p_a, p_b, a_log, dt_bias, inside):
     soft = tl.where(x <= 20.0, tl.log(1.0 + tl.exp(x)), x)
     beta = 1.0 / (1.0 + tl.exp(-tl.load(p_b, mask=inside, other=0.0).to(tl.float32)))
     return tl.where(inside, -tl.exp(a_log) * soft, 0.0), tl.where(inside, beta, 0.0)
+
+
+@triton.jit
+def _sum_and_last(sum_a, last_a, sum_b, last_b):
+    return sum_a + sum_b, last_b
 
 
 @triton.jit
@@ -70,6 +75,7 @@ def prefill_chunk_kernel(
     k_coef, s_coef [C] fp32 the factors of a row's q against the state, of its k against the state, and of its k
     on the way into the state; decay fp32 exp(G_last).
     """
+    BLOCKS: tl.constexpr = SOLVE == "fp16 blocks"
     i_c = tl.program_id(1)
     first_head = tl.program_id(0) * HEADS
     i_k = first_head // GROUP
@@ -90,9 +96,9 @@ def prefill_chunk_kernel(
     for d in tl.static_range(0, K, BLOCK_D):
         b_k = tl.load(p_k + d + k_tile, mask=inside[:, None], other=0.0)
         b_q = tl.load(p_q + d + q_tile, mask=inside[:, None], other=0.0)
+        self_q = tl.dot(b_q, tl.trans(b_q), acc=self_q, input_precision=DOT)
         gram = tl.dot(b_k, tl.trans(b_k), acc=gram, input_precision=DOT)
         seen = tl.dot(b_q, tl.trans(b_k), acc=seen, input_precision=DOT)
-        self_q = tl.dot(b_q, tl.trans(b_q), acc=self_q, input_precision=DOT)
     # Tensor cores square the rows too: all that is kept of q.q is its diagonal.
     same = o_c[:, None] == o_c[None, :]
     norm_k = tl.rsqrt(tl.sum(tl.where(same, gram, 0.0), axis=1) + 1e-6)
@@ -110,19 +116,31 @@ def prefill_chunk_kernel(
             inside,
         )
         log_decay *= 1.4426950408889634
-        total = tl.cumsum(log_decay, axis=0)
         last = tl.sum(log_decay, axis=0)
-        gap = tl.exp2(tl.minimum(total[:, None] - total[None, :], 0.0)) * norm_k[None, :]
+        if BLOCKS:
+            # The scan leaves beta as it is; without it, each thread would compute the rows and columns it holds.
+            total, beta = tl.associative_scan((log_decay, beta), 0, _sum_and_last)
+            fall = tl.minimum(total[:, None] - total[None, :], 0.0)
+            gap = tl.exp2(tl.where(upto, fall, float("-inf"))) * norm_k[None, :]
+        else:
+            total = tl.cumsum(log_decay, axis=0)
+            gap = tl.exp2(tl.minimum(total[:, None] - total[None, :], 0.0)) * norm_k[None, :]
         place = i_c.to(tl.int64) * HV + i_h
         square = place * C * C + o_c[:, None] * C + o_c[None, :]
-        tl.store(attn + square, tl.where(upto, seen * norm_q[:, None] * gap, 0.0).to(element))
+        decayed = seen * norm_q[:, None] * gap
+        if not BLOCKS:
+            decayed = tl.where(upto, decayed, 0.0)
+        tl.store(attn + square, decayed.to(element))
         growth = tl.exp2(total)
         tl.store(q_coef + place * C + o_c, norm_q * growth)
         tl.store(k_coef + place * C + o_c, norm_k * growth)
         tl.store(s_coef + place * C + o_c, norm_k * tl.exp2(tl.minimum(last - total, 0.0)))
         tl.store(decay + place, tl.exp2(last))
-        lower = tl.where(below, gram * (norm_k * beta)[:, None] * gap, 0.0)
-        inverse = lower_inverse(lower, C, BASE, SOLVE)
+        lower = gram * (norm_k * beta)[:, None] * gap
+        if BLOCKS:
+            inverse = lower_inverse_by_blocks(lower, C)
+        else:
+            inverse = lower_inverse(tl.where(below, lower, 0.0), C, BASE, SOLVE)
         tl.store(solved + square, (inverse * beta[None, :]).to(element))
 
 

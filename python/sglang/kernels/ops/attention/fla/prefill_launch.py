@@ -21,7 +21,8 @@ class ChunkTile:
     """One program of the chunk kernel: a chunk and `heads` value heads that share a key head.
 
     `base`: size of the diagonal blocks inverted by substitution (2: negated); larger blocks are merged by
-    products at `solve_precision` ("fp16": 16-bit operands). `block_d`: columns of q and k in a product.
+    products at `solve_precision` ("fp16": 16-bit operands; "fp16 blocks": diagonal blocks of 16, each a warp's,
+    are products as well, and `base` is 16). `block_d`: columns of q and k in a product.
     `max_registers` a thread, None for no bound.
     """
 
@@ -38,7 +39,8 @@ class ChunkTile:
 class StateTile:
     """One program of the state kernel: `block_v` state rows of one value head of one request.
 
-    `copy_engine`: whole chunks are fetched through tensor descriptors. No field changes a bit of the results.
+    `copy_engine`: whole chunks are fetched through tensor descriptors. `in_order`: by the kernel for Hopper,
+    where it serves the rows; of the other fields it takes the stages alone. No field changes a bit of the results.
     """
 
     block_v: int
@@ -46,6 +48,7 @@ class StateTile:
     num_stages: int
     max_registers: int | None
     copy_engine: bool = False
+    in_order: bool = False
 
 
 @dataclass(frozen=True)
