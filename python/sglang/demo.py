@@ -53,6 +53,8 @@ from sglang.srt.managers.parent_watch import die_with_parent
 die_with_parent(int(sys.argv.pop(1)))
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
+MOST_TOKENS = 4096
+"""Half the context of the bundled model."""
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 120.0
@@ -88,12 +90,20 @@ def call(url: str, body: dict[str, Any] | None = None) -> Any:
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with answered(request) as reply:
+        return json.load(reply)
+
+
+@contextlib.contextmanager
+def answered(request: urllib.request.Request) -> Iterator[Any]:
+    """The reply to read. Raises: DemoError with the server's words, also if it breaks off."""
+    url = request.full_url
     try:
         with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as reply:
-            return json.load(reply)
+            yield reply
     except urllib.error.HTTPError as error:
         raise DemoError(f"{url}: {error.code} {error.read().decode(errors='replace')}") from error
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise DemoError(f"{url}: {error}") from error
 
 
@@ -164,7 +174,7 @@ def stream_to_terminal(url: str, prompt: str, max_tokens: int) -> None:
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     print(prompt, end="", flush=True)
-    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as reply:
+    with answered(request) as reply:
         for line in reply:
             text = line.decode().strip()
             if not text.startswith("data:") or text == "data: [DONE]":
@@ -258,6 +268,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", default="cpu", help="device of both servers (default: cpu)")
     args = parser.parse_args(argv)
+    if not 1 <= args.max_tokens <= MOST_TOKENS:
+        parser.error(
+            f"--max-tokens {args.max_tokens}: must be at least 1 and at most {MOST_TOKENS}"
+        )
     flags = ["--device", args.device, "--device-memory-gb", args.device_memory_gb, *SIZE_FLAGS]
     # A terminated demo must not leave a server behind: turn SIGTERM into an exception.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

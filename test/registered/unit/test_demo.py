@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import io
 import json
 import pathlib
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 
 import pytest
 
@@ -122,6 +124,26 @@ def test_any_difference_exits_one(change, arms, capsys):
 def test_two_empty_answers_are_not_equal(arms, capsys):
     arms(StubServer(lambda ids: []), StubServer(lambda ids: []))
     assert demo.main(["--max-tokens", "5"]) == 1
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "100000"])
+def test_a_number_of_tokens_that_cannot_work(value, capsys):
+    """Catches a traceback instead of a sentence, after a server was started for nothing."""
+    with pytest.raises(SystemExit) as ended:
+        demo.main(["--max-tokens", value])
+    shown = capsys.readouterr()
+    assert ended.value.code == 2 and not shown.out
+    assert f"--max-tokens {value}: must be at least 1 and at most 4096" in shown.err
+
+
+def test_a_refused_stream_is_told_in_the_servers_words(monkeypatch, capsys):
+    def refused(request, timeout):
+        raise urllib.error.HTTPError(request.full_url, 400, "Bad", {}, io.BytesIO(b"too long"))
+
+    monkeypatch.setattr(demo, "call", lambda url: {"data": [{"id": "demo"}]})
+    monkeypatch.setattr("urllib.request.urlopen", refused)
+    with pytest.raises(demo.DemoError, match="/v1/completions: 400 too long"):
+        demo.stream_to_terminal("http://here", "a", 5)
 
 
 def test_accept_length_is_over_all_steps():
