@@ -147,6 +147,41 @@ def test_what_counts_on_the_other_device_only_is_named(values, line, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (
+            {"disable_radix_cache": True, "mamba_track_interval": 64},
+            "--mamba-track-interval 64: no effect with --disable-radix-cache",
+        ),
+        (
+            {"disable_radix_cache": True, "schedule_policy": "lpm"},
+            "--schedule-policy lpm: no effect with --disable-radix-cache",
+        ),
+        (
+            {"skip_tokenizer_init": True, "reasoning_parser": "qwen3"},
+            "--reasoning-parser qwen3: no effect with --skip-tokenizer-init",
+        ),
+        (
+            {"max_mamba_cache_size": 50, "mamba_full_memory_ratio": 0.5},
+            "--mamba-full-memory-ratio 0.5: no effect with --max-mamba-cache-size",
+        ),
+        (
+            {"enable_hierarchical_cache": True, "hicache_size": 1.0, "hicache_ratio": 3.0},
+            "--hicache-ratio 3.0: no effect with --hicache-size",
+        ),
+        ({"disable_radix_cache": True, "max_mamba_cache_size": 50}, None),
+        ({"mamba_track_interval": 64, "hicache_ratio": 2.0}, None),
+    ],
+    ids=str,
+)
+def test_flags_that_another_one_makes_idle_are_named(values, line, model, caplog):
+    """Catches a number that is taken and read by nothing."""
+    with caplog.at_level(logging.WARNING):
+        run_resolution_pipeline(cpu_args(model, **values))
+    assert caplog.messages == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(
     ("there", "values", "refused"),
     [
         (2, {"base_gpu_id": 1}, False),

@@ -22,6 +22,7 @@ from sglang.srt.arg_groups.check_values import check_values
 from sglang.srt.arg_groups.hicache_hook import handle_hierarchical_cache
 from sglang.srt.arg_groups.mamba_hook import handle_mamba_radix_cache
 from sglang.srt.arg_groups.model_hook import handle_model
+from sglang.srt.arg_groups.no_effect_hook import name_what_has_no_effect
 from sglang.srt.arg_groups.not_in_this_build import refuse_what_is_not_in_this_build
 from sglang.srt.arg_groups.speculative_hook import handle_speculative_decoding
 from sglang.srt.installation import refuse_stock_sglang
@@ -39,6 +40,7 @@ PLACEHOLDER_MODELS = ("none", "dummy")
 STEPS: tuple[Hook, ...] = (
     check_values,
     refuse_what_is_not_in_this_build,
+    name_what_has_no_effect,
     handle_names,
     handle_device,
     handle_attention_backend,
