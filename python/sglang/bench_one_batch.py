@@ -164,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BenchError, MemoryPlanError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
