@@ -15,9 +15,6 @@ import torch
 
 from sglang.kernels import triton_support
 
-FETCH_BYTES = 512
-"""Bytes that ``fetch_rows`` asks for at a time."""
-
 
 @cache
 def _can_overlap(device: torch.device) -> bool:
@@ -34,14 +31,3 @@ def overlapping(tensor: torch.Tensor) -> dict[str, bool]:
     if _can_overlap(tensor.device):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}
-
-
-def fetched_columns(weight: torch.Tensor, depth: int) -> int:
-    """Columns of FETCH_BYTES of ``weight`` [N, K], or 0 if ``fetch_rows`` cannot take ``depth`` at a time.
-
-    A kernel hands it on as its FETCH argument.
-    """
-    size = weight.element_size()
-    aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) * size % 16 == 0
-    fits = aligned and weight.shape[1] * size % FETCH_BYTES == 0 and depth * size % FETCH_BYTES == 0
-    return FETCH_BYTES // size if fits and _can_overlap(weight.device) else 0

@@ -13,7 +13,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 AMD = (GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx950", 64))
 SHARED_BYTES = {"cuda": 227 * 1024, "hip": 64 * 1024}
 _MEMORY_ACCESS = re.compile(
-    r"\b(?:ld|st|atom|red)\.(?:\w+\.)*?global|\bcp\.async(?!\.bulk\.prefetch)|ld\.(?:acquire|relaxed)"
+    r"\b(?:ld|st|atom|red)\.(?:\w+\.)*?global|\bcp\.async|ld\.(?:acquire|relaxed)"
 )
 
 
@@ -33,9 +33,8 @@ def compile_kernel(
     Raises: triton's error if it does not compile; AssertionError if it needs more shared memory than there is.
     """
     names = kernel.arg_names
-    overlap = target.backend == "cuda" and target.arch >= 90
-    late = {"OVERLAP": overlap, "FETCH": 256 if overlap else 0}
-    constants = {name: value for name, value in late.items() if name in names} | constants
+    if "OVERLAP" in names:
+        constants = {**constants, "OVERLAP": target.backend == "cuda" and target.arch >= 90}
     signature = {
         name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names
     }

@@ -57,10 +57,7 @@ def arguments(tile, *, gated: bool) -> dict:
     return {
         "pointers": dict(zip(("x", "w"), kinds, strict=True))
         | dict.fromkeys(("p_x_scale", "p_w_scale", "p_out_scale"), "*fp32")
-        | {
-            "p_w": "*fp8e4nv",
-            "p_out": "*fp8e4nv" if gated else "*bf16" if tile.splits == 1 else "*fp32",
-        },
+        | {"p_out": "*fp8e4nv" if gated else "*bf16" if tile.splits == 1 else "*fp32"},
         "constants": constants,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,

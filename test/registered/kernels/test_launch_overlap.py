@@ -93,19 +93,6 @@ def test_every_kernel_with_the_option_waits_before_it_reads():
     assert not _reads_nothing_before_it_waits(careless_kernel.src)
 
 
-def test_weights_are_fetched_in_whole_pieces_only(monkeypatch):
-    """Catches a fetch past the end of a row, or from an address that the copy engine refuses."""
-    weight = torch.zeros(4, 1024, dtype=torch.bfloat16)
-    assert launch_overlap.fetched_columns(weight, 1024) == 0
-    monkeypatch.setattr(launch_overlap, "_can_overlap", lambda device: True)
-    assert launch_overlap.fetched_columns(weight, 1024) == 256
-    assert launch_overlap.fetched_columns(weight.to(torch.float8_e4m3fn), 1024) == 512
-    assert launch_overlap.fetched_columns(weight, 128) == 0
-    assert launch_overlap.fetched_columns(weight[:, 1:513], 512) == 0
-    assert launch_overlap.fetched_columns(torch.zeros(4, 1028)[:, :1024], 1024) == 256 // 2
-    assert launch_overlap.fetched_columns(torch.zeros(4, 1025)[:, :1024], 1024) == 0
-
-
 def test_launches_overlap_only_where_kernels_can_wait(monkeypatch):
     assert launch_overlap.overlapping(torch.zeros(1)) == {"OVERLAP": False}
     capability = {"old": (8, 0), "hopper": (9, 0), "next": (10, 0)}

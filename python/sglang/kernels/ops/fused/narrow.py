@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sglang.kernels import triton_support
-from sglang.kernels.launch_overlap import fetched_columns, overlapping
+from sglang.kernels.launch_overlap import overlapping
 from sglang.kernels.ops.quantization.launch import SMALL_ROWS
 
 if triton_support.AVAILABLE:
@@ -63,7 +63,6 @@ def narrow_linear(x: Tensor, weight: Tensor, *, tile: NarrowTile | None = None) 
             BLOCK_K=tile.block_k,
             LANES=tile.lanes,
             EVEN_K=depth % (tile.lanes * tile.block_k) == 0,
-            FETCH=fetched_columns(weight, depth),
             **overlapping(x),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,

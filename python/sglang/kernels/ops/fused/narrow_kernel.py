@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.kernels.launch_overlap_kernels import after_previous, fetch_rows
+from sglang.kernels.launch_overlap_kernels import after_previous
 
 
 @triton.jit(do_not_specialize=("num_rows",))
@@ -24,19 +24,13 @@ def narrow_linear_kernel(
     BLOCK_K: tl.constexpr,
     LANES: tl.constexpr,
     EVEN_K: tl.constexpr,
-    FETCH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One tile of x W^T. Grid (row tiles, column tiles).
 
     K is cut into blocks of BLOCK_K; LANES consecutive blocks are multiplied at once, each by its own
     warps and onto its own sum, and the sums are added at the end. Neither order depends on the rows.
-    FETCH: columns of 512 bytes if the weight is to come while the kernel waits, else 0.
     """
-    if FETCH > 0:
-        if tl.program_id(0) == 0:
-            first = tl.program_id(1) * BLOCK_N
-            fetch_rows(p_w, first, num_columns, stride_w, 0, depth, BLOCK_N, FETCH)
     after_previous(OVERLAP)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

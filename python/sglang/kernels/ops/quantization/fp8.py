@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
-from sglang.kernels.launch_overlap import fetched_columns, overlapping
+from sglang.kernels.launch_overlap import overlapping
 from sglang.kernels.ops.quantization import launch
 from sglang.kernels.ops.quantization.launch import (
     QUANTIZE_GROUPS,
@@ -190,12 +190,10 @@ def _launch_gemm(
     width = part if gated else tile.block_n
     grid = (-(-num_rows // tile.block_m) * -(-num_columns // width), tile.splits)
     descriptors = tile.descriptors and depth % 16 == 0
-    share = -(-(depth // GROUP) // tile.splits) * GROUP
     block_scaled_gemm_kernel[grid](
         descriptor_of(rows.values, tile.block_m) if descriptors else rows.values,
         rows.scale,
         descriptor_of(weight, part) if descriptors else weight,
-        weight,
         weight_scale,
         out,
         scales,
@@ -220,7 +218,6 @@ def _launch_gemm(
         SPLITS=tile.splits,
         GATED=gated,
         ROUND_TO=TRITON_TYPES[rows.dtype],
-        FETCH=fetched_columns(weight, share) if num_rows <= launch.SMALL_ROWS else 0,
         **overlapping(out),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

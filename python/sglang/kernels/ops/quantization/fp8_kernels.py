@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.kernels.launch_overlap_kernels import after_previous, fetch_rows
+from sglang.kernels.launch_overlap_kernels import after_previous
 from sglang.kernels.ops.quantization.group_quant import quantize_groups, silu_product
 
 
@@ -103,7 +103,6 @@ def block_scaled_gemm_kernel(
     x,
     p_x_scale,
     w,
-    p_w,
     p_w_scale,
     p_out,
     p_out_scale,
@@ -128,7 +127,6 @@ def block_scaled_gemm_kernel(
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
     ROUND_TO: tl.constexpr,
-    FETCH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One tile of x W^T, BLOCK_M rows and PARTS (1 or 2) times BLOCK_N columns.
@@ -137,9 +135,9 @@ def block_scaled_gemm_kernel(
     added; BLOCK_N divides GROUP, so that a part lies in one block of scales. GATED: w holds num_columns
     rows of a gate, then as many of an up projection; the parts (BLOCK_N == GROUP) are a group of both, and
     what is stored is silu(gate) * up in e4m3 and its scales. SPLITS: out is [SPLITS, rows, columns], each a
-    range of K's blocks; the grid has a second axis for them. FETCH: columns of 512 bytes if the weight p_w
-    is to come while the kernel waits, else 0.
+    range of K's blocks; the grid has a second axis for them.
     """
+    after_previous(OVERLAP)
     WIDTH: tl.constexpr = BLOCK_N if GATED else BLOCK_N * PARTS
     tiles_m = tl.cdiv(num_rows, BLOCK_M)
     i_m, i_n = tile_of(tl.program_id(0), tiles_m, tl.cdiv(num_columns, WIDTH), GROUP_M)
@@ -148,22 +146,6 @@ def block_scaled_gemm_kernel(
     second = column + BLOCK_N
     if GATED:
         second = column + num_columns
-    first, last = 0, tl.cdiv(depth, GROUP)
-    if SPLITS > 1:
-        share = tl.cdiv(last, SPLITS)
-        first = tl.program_id(1) * share
-        last = tl.minimum(first + share, last)
-        p_out += tl.program_id(1).to(tl.int64) * num_rows * stride_out
-    if FETCH > 0:
-        if i_m == 0:
-            limit = num_columns
-            if GATED:
-                limit = 2 * num_columns
-            start, end = first * GROUP, last * GROUP
-            fetch_rows(p_w, column, limit, stride_w, start, end, BLOCK_N, FETCH)
-            if PARTS == 2:
-                fetch_rows(p_w, second, limit, stride_w, start, end, BLOCK_N, FETCH)
-    after_previous(OVERLAP)
     m = row + tl.arange(0, BLOCK_M)
     n = column + tl.arange(0, BLOCK_N)
     k = tl.arange(0, GROUP)
@@ -185,6 +167,12 @@ def block_scaled_gemm_kernel(
     else:
         b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     b_acc2 = b_acc
+    first, last = 0, tl.cdiv(depth, GROUP)
+    if SPLITS > 1:
+        share = tl.cdiv(last, SPLITS)
+        first = tl.program_id(1) * share
+        last = tl.minimum(first + share, last)
+        p_out += tl.program_id(1).to(tl.int64) * num_rows * stride_out
     for i_k in tl.range(first, last, num_stages=SCALE_STAGES):
         b_x = load_block(x, p_xk, row, i_k, m_ok, depth, GROUP, EVEN_K, DESCRIPTORS)
         b_w = load_block(w, p_wk, column, i_k, n_ok, depth, GROUP, EVEN_K, DESCRIPTORS)
