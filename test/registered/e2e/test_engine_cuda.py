@@ -118,6 +118,25 @@ def test_lossless_equals_default_in_lockstep(algorithm, dtype):
     print(f"{algorithm} {dtype}: {compared} pool comparisons, accept length {accept:.2f}")
 
 
+@ALGORITHMS
+def test_no_step_waits_for_the_device(algorithm):
+    """Catches copies from ordinary memory: each holds the host until the device has caught up.
+
+    What a step waits for it waits for by an event, which this mode of torch does not mind.
+    """
+    engine = gpu_engine(algorithm, enable_linear_lossless_verify=True, chunked_prefill_size=128)
+    prompts = [TEXT[i * 40 : i * 40 + 300 + 9 * i] for i in range(4)]
+    want = engine.generate(prompts, max_new_tokens=40, ignore_eos=True)
+    flush(engine)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            torch.zeros(4, device="cuda")[1] = 5  # the control
+        assert engine.generate(prompts, max_new_tokens=40, ignore_eos=True) == want
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 Runs = dict[str, Outcome]
 Setting = tuple[bool, bool, bool]  # lossless, graphs, overlap
 

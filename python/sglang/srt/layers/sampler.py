@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sglang.kernels.ops.fused.argmax import argmax_rows
 from sglang.srt.sampling.sampling_batch import SamplingBatch
+from sglang.srt.utils.upload import upload_ids
 
 HEAD_TOKENS = 256  # a guess: holds the draw of all but very flat distributions
 
@@ -123,6 +124,6 @@ def token_logprobs(
         top = [list(zip(v, i, strict=True)) for v, i in pairs]
     named: list[list[tuple[float, int]]] = [[] for _ in own]
     if chosen:
-        picked = values[:, torch.tensor(chosen, device=values.device)].tolist()
+        picked = values[:, upload_ids(chosen, values.device)].tolist()
         named = [list(zip(v, chosen, strict=True)) for v in picked]
     return list(zip(own, top, named, strict=True))

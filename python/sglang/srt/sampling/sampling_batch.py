@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.utils.upload import upload
+from sglang.srt.utils.upload import upload, upload_ids
 
 _MASK64 = (1 << 64) - 1
 
@@ -91,7 +91,7 @@ class SamplingState:
                 row[list(self.stop_token_ids)] = float("-inf")
 
     def _counts(self, output_ids: Sequence[int], device: torch.device) -> Tensor:
-        ids = torch.as_tensor(list(output_ids), dtype=torch.long, device=device)
+        ids = upload_ids(output_ids, device)
         return torch.bincount(ids, minlength=self.vocab_size).to(torch.float32)
 
     def _penalise(self, row: Tensor, counts: Tensor) -> None:
@@ -106,7 +106,7 @@ class SamplingState:
     def _prompt_seen(self, device: torch.device) -> Tensor:
         if self._prompt_mask is None:
             mask = torch.zeros(self.vocab_size, dtype=torch.bool, device=device)
-            mask[torch.as_tensor(list(self.prompt_ids), dtype=torch.long, device=device)] = True
+            mask[upload_ids(self.prompt_ids, device)] = True
             self._prompt_mask = mask
         return self._prompt_mask
 

@@ -22,6 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.models.dflash import DFlashDraftModel
 from sglang.srt.models.hybrid_gdn import max_position
 from sglang.srt.speculative.drafter import DraftBatch
+from sglang.srt.utils.upload import upload_ids
 
 
 class BlockRunner:
@@ -90,9 +91,9 @@ class BlockRunner:
         width = fb.query_lens_cpu[0]
         taps, positions, slots = _taps(output), fb.positions, fb.out_cache_loc
         if min(num_correct) + 1 < width:
-            index = torch.tensor(
+            index = upload_ids(
                 [r * width + i for r, count in enumerate(num_correct) for i in range(count + 1)],
-                device=self.device,
+                self.device,
             )
             taps, positions, slots = taps[index], positions[index], slots[index]
         self._write(fb, taps, positions, slots)

@@ -25,6 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.model_runner import DraftModelRunner
 from sglang.srt.speculative.draft_sampling import DraftSampler
 from sglang.srt.speculative.drafter import DraftBatch, Proposal
+from sglang.srt.utils.upload import upload_ids
 
 
 class MTPDrafter:
@@ -69,7 +70,7 @@ class MTPDrafter:
     def propose_steps(self, batch: DraftBatch, num_steps: int) -> Proposal:
         """Draft ``num_steps`` tokens, 0 .. ``draft_token_num - 1``."""
         device = self._first_draft.device
-        rows = torch.tensor(batch.rows, device=device)
+        rows = upload_ids(batch.rows, device)
         token, hidden = self._first_draft[rows], self._hidden[rows]
         if num_steps == 0:
             return Proposal(tokens=token.new_empty((len(batch.rows), 0)))
@@ -111,7 +112,7 @@ class MTPDrafter:
         """
         if self._first_logits is None:
             raise ValueError("this drafter keeps no logits; build it with keeps_logits=True")
-        index = torch.tensor(rows, device=self._first_draft.device)
+        index = upload_ids(rows, self._first_draft.device)
         return self._first_logits[index], self._hidden[index]
 
     def forward(self, fb: ForwardBatch) -> LogitsOutput:
@@ -145,12 +146,12 @@ class MTPDrafter:
         if min(kept) == width:
             ids, hidden = targets.reshape(-1), output.hidden
         else:
-            index = torch.tensor(
+            index = upload_ids(
                 [r * width + i for r, count in enumerate(kept) for i in range(count)],
-                device=targets.device,
+                targets.device,
             )
             ids, hidden = targets.reshape(-1)[index], output.hidden[index]
-        ends = torch.tensor(kept, device=targets.device).cumsum(0)
+        ends = upload_ids(kept, targets.device).cumsum(0)
         rows = fb.req_pool_indices
         self._extend(
             make_forward_batch(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sglang.srt.model_executor.forward_batch_info import (
@@ -14,6 +13,7 @@ from sglang.srt.speculative.drafter import DraftBatch, Proposal, TokenHistory
 from sglang.srt.speculative.ngram_index import NgramIndex
 from sglang.srt.speculative.ngram_tree import TokenTree, frequent_tree, recent_tree
 from sglang.srt.speculative.tree import NO_PARENT, DraftTree
+from sglang.srt.utils.upload import upload_ids
 
 MATCH_TYPES = {"BFS": recent_tree, "PROB": frequent_tree}
 _MAX_OCCURRENCES = 32
@@ -53,7 +53,7 @@ class NgramDrafter:
         self._drop_finished()
         width = max(len(tree.tokens) for tree in trees)
         tokens = [tree.tokens + [0] * (width - len(tree.tokens)) for tree in trees]
-        drafts = torch.tensor(tokens, dtype=torch.long, device=batch.bonus.device)
+        drafts = upload_ids(tokens, batch.bonus.device)
         drafts = drafts.view(len(trees), width)
         if self.is_chain or width == 0:
             return Proposal(tokens=drafts)

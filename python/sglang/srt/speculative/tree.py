@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sglang.srt.layers.attention.linear.gdn_tree import tree_levels
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, LogitsOutput
+from sglang.srt.utils.upload import upload_ids
 
 NO_PARENT = -1
 
@@ -92,9 +93,9 @@ def place_tree(fb: ForwardBatch, tree: DraftTree) -> None:
     KV slots stay in node order; positions follow depth; parents and ancestor mask are set.
     """
     device = fb.positions.device
-    depths = torch.tensor(tree.depths(), dtype=torch.long, device=device)
+    depths = upload_ids(tree.depths(), device)
     fb.positions = (fb.prefix_lens.unsqueeze(1) + depths).reshape(-1)
-    fb.tree_parents = torch.tensor(tree.parents, dtype=torch.long, device=device)
+    fb.tree_parents = upload_ids(tree.parents, device)
     fb.tree_mask = tree.ancestors().to(device)
     fb.tree_levels = tree_levels(tree.parents, device)
 
@@ -154,5 +155,5 @@ def kv_moves(
     ]
     if not pairs:
         return None
-    index = torch.tensor(pairs, dtype=torch.long, device=slots.device)
+    index = upload_ids(pairs, slots.device)
     return slots[index[:, 0]], slots[index[:, 1]]

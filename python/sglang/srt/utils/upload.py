@@ -20,6 +20,8 @@ def upload(values: np.ndarray, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def upload_ids(values: Sequence[int], device: torch.device | str) -> Tensor:
-    """[n] int64 on the device."""
+def upload_ids(
+    values: Sequence[int] | Sequence[Sequence[int]], device: torch.device | str
+) -> Tensor:
+    """``values``, [n] or a table of equal rows, as int64 on the device."""
     return upload(np.asarray(values, dtype=np.int64), device)

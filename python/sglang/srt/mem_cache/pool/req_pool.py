@@ -339,7 +339,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
 
     def _map_row(self, req: HasKV) -> None:
         row = req.kv.req_pool_idx
-        self.req_index_to_mamba_index_mapping[row] = req.kv.mamba_pool_idx
+        # Not ``mapping[row] = number``: that copies from ordinary memory, and so waits for the device.
+        self.req_index_to_mamba_index_mapping[row].fill_(req.kv.mamba_pool_idx)
         if self._entries:
             self.req_index_to_mamba_ping_pong_mapping[row] = upload_ids(
                 req.kv.mamba_ping_pong_track_buffer, self.device
