@@ -38,6 +38,29 @@ def _sum_and_last(sum_a, last_a, sum_b, last_b):
 
 
 @triton.jit
+def summed_gates(a, b, a_log, dt_bias, rows, stride_a, stride_b, i_h, inside, ONCE: tl.constexpr):
+    """(log2 decays summed up to each row, their sum, beta) of a chunk's rows.
+
+    ONCE: beta goes through the scan, which leaves it as it is; without, each thread computes those of all rows
+    and columns that it holds.
+    """
+    log_decay, beta = row_gates(
+        a + rows * stride_a + i_h,
+        b + rows * stride_b + i_h,
+        tl.load(a_log + i_h).to(tl.float32),
+        tl.load(dt_bias + i_h).to(tl.float32),
+        inside,
+    )
+    log_decay *= 1.4426950408889634
+    last = tl.sum(log_decay, axis=0)
+    if ONCE:
+        total, beta = tl.associative_scan((log_decay, beta), 0, _sum_and_last)
+    else:
+        total = tl.cumsum(log_decay, axis=0)
+    return total, last, beta
+
+
+@triton.jit
 def prefill_chunk_kernel(
     q,
     k,
@@ -76,6 +99,7 @@ def prefill_chunk_kernel(
     on the way into the state; decay fp32 exp(G_last).
     """
     BLOCKS: tl.constexpr = SOLVE == "fp16 blocks"
+    EARLY: tl.constexpr = BLOCKS and HEADS == 1
     i_c = tl.program_id(1)
     first_head = tl.program_id(0) * HEADS
     i_k = first_head // GROUP
@@ -96,6 +120,20 @@ def prefill_chunk_kernel(
     for d in tl.static_range(0, K, BLOCK_D):
         b_k = tl.load(p_k + d + k_tile, mask=inside[:, None], other=0.0)
         b_q = tl.load(p_q + d + q_tile, mask=inside[:, None], other=0.0)
+        if EARLY and d == 0:
+            # While the rows are on their way.
+            total, last, beta = summed_gates(
+                a,
+                b,
+                a_log,
+                dt_bias,
+                start + o_c,
+                stride_a_token,
+                stride_b_token,
+                first_head,
+                inside,
+                ONCE=BLOCKS,
+            )
         self_q = tl.dot(b_q, tl.trans(b_q), acc=self_q, input_precision=DOT)
         gram = tl.dot(b_k, tl.trans(b_k), acc=gram, input_precision=DOT)
         seen = tl.dot(b_q, tl.trans(b_k), acc=seen, input_precision=DOT)
@@ -108,23 +146,23 @@ def prefill_chunk_kernel(
 
     for i in tl.static_range(HEADS):
         i_h = first_head + i
-        log_decay, beta = row_gates(
-            a + (start + o_c) * stride_a_token + i_h,
-            b + (start + o_c) * stride_b_token + i_h,
-            tl.load(a_log + i_h).to(tl.float32),
-            tl.load(dt_bias + i_h).to(tl.float32),
-            inside,
-        )
-        log_decay *= 1.4426950408889634
-        last = tl.sum(log_decay, axis=0)
+        if not EARLY:
+            total, last, beta = summed_gates(
+                a,
+                b,
+                a_log,
+                dt_bias,
+                start + o_c,
+                stride_a_token,
+                stride_b_token,
+                i_h,
+                inside,
+                ONCE=BLOCKS,
+            )
+        fall = tl.minimum(total[:, None] - total[None, :], 0.0)
         if BLOCKS:
-            # The scan leaves beta as it is; without it, each thread would compute the rows and columns it holds.
-            total, beta = tl.associative_scan((log_decay, beta), 0, _sum_and_last)
-            fall = tl.minimum(total[:, None] - total[None, :], 0.0)
-            gap = tl.exp2(tl.where(upto, fall, float("-inf"))) * norm_k[None, :]
-        else:
-            total = tl.cumsum(log_decay, axis=0)
-            gap = tl.exp2(tl.minimum(total[:, None] - total[None, :], 0.0)) * norm_k[None, :]
+            fall = tl.where(upto, fall, float("-inf"))
+        gap = tl.exp2(fall) * norm_k[None, :]
         place = i_c.to(tl.int64) * HV + i_h
         square = place * C * C + o_c[:, None] * C + o_c[None, :]
         decayed = seen * norm_q[:, None] * gap
