@@ -331,9 +331,11 @@ def bench_prefill(layer: Layer, stop: float) -> Iterator[Timing]:
             yield line(kind, tile, us, kind, error, same)
     if len(best) == 2:
         tiles = replace(base, chunk=best["chunk"][1], state=best["state"][1])
-        error, same = check(layer, tiles, first)
-        us = graph_us(whole_calls(layer, tiles))
-        yield line("prefill, best tiles", tiles, us, "whole", error, same)
+        backwards = replace(tiles, chunk=replace(tiles.chunk, backwards=True))
+        for what, pair in (("best tiles", tiles), ("best tiles, last first", backwards)):
+            error, same = check(layer, pair, first)
+            us = graph_us(whole_calls(layer, pair))
+            yield line(f"prefill, {what}", pair, us, "whole", error, same)
 
 
 def bench_layer(layer: Layer, stop: float, *, peer: bool) -> Iterator[Timing]:

@@ -38,6 +38,7 @@ BLOCKS = replace(
     FEW_HALF,
     chunk=replace(FEW_HALF.chunk, base=16, solve_precision="fp16 blocks", max_registers=128),
 )
+BACKWARDS = replace(FEW_HALF, chunk=replace(FEW_HALF.chunk, backwards=True))
 OTHER_INVERSE = replace(FEW_HALF, chunk=replace(FEW_HALF.chunk, base=2))
 
 
@@ -241,7 +242,7 @@ def test_bits_do_not_depend_on_the_tile_of_the_state():
     """Copies from elsewhere or used before they are there; rows that cannot be copied; sums cut by the tile."""
     case = make_case(GEOMETRIES[0 if ON_GPU else -1], DTYPES[1])
     out, pool = run(case)
-    for tiles in (FEW_HALF, MANY_HALF, POINTERS, WIDE, IN_ORDER, IN_ORDER_SHALLOW):
+    for tiles in (FEW_HALF, MANY_HALF, POINTERS, WIDE, IN_ORDER, IN_ORDER_SHALLOW, BACKWARDS):
         again, states = run(replace(case, tiles=tiles))
         assert same_bits(again, out) and same_bits(states, pool)
     shifted = torch.full((case.mixed.shape[0], case.mixed.shape[1] + 1), NAN).to(case.mixed)

@@ -48,6 +48,7 @@ def compiled_prefill(target, kind: str, heads: tuple[int, int, int], tiles):
     fetched = {f"{name}_rows": f"tensordesc<{kind}[64,{size}]>" for name, size in columns.items()}
     pointers = rows | vectors | tables | {"scale": "fp32"}
     solve = {"HEADS": chunk.heads, "BASE": chunk.base, "SOLVE": chunk.solve_precision}
+    solve["BACKWARDS"] = chunk.backwards
     names = prefill_kernels.prefill_chunk_kernel.arg_names
     inverse = compile_kernel(
         prefill_kernels.prefill_chunk_kernel,

@@ -93,6 +93,7 @@ def run_chunks(
         SOLVE=tile.solve_precision,
         BLOCK_D=min(tile.block_d, x.q.shape[2]),
         DOT=tiles.dot_precision,
+        BACKWARDS=tile.backwards,
         **launch_options(tile),
     )
 

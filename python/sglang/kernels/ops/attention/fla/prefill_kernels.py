@@ -91,6 +91,7 @@ def prefill_chunk_kernel(
     SOLVE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     DOT: tl.constexpr,
+    BACKWARDS: tl.constexpr,
 ):
     """What a chunk needs no state for. Grid (HV / HEADS, chunks).
 
@@ -101,6 +102,8 @@ def prefill_chunk_kernel(
     BLOCKS: tl.constexpr = SOLVE == "fp16 blocks"
     EARLY: tl.constexpr = BLOCKS and HEADS == 1
     i_c = tl.program_id(1)
+    if BACKWARDS:
+        i_c = tl.num_programs(1) - 1 - i_c
     first_head = tl.program_id(0) * HEADS
     i_k = first_head // GROUP
     start = tl.load(chunks + i_c * 2).to(tl.int64)

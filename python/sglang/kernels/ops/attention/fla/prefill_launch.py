@@ -23,7 +23,8 @@ class ChunkTile:
     `base`: size of the diagonal blocks inverted by substitution (2: negated); larger blocks are merged by
     products at `solve_precision` ("fp16": 16-bit operands; "fp16 blocks": diagonal blocks of 16, each a warp's,
     are products as well, and `base` is 16). `block_d`: columns of q and k in a product.
-    `max_registers` a thread, None for no bound.
+    `max_registers` a thread, None for no bound. `backwards`: the last chunk first, so that the first ones, where
+    the state kernel begins, are still in the L2 cache; no bit depends on it.
     """
 
     heads: int
@@ -33,6 +34,7 @@ class ChunkTile:
     num_warps: int
     num_stages: int
     max_registers: int | None
+    backwards: bool = False
 
 
 @dataclass(frozen=True)
