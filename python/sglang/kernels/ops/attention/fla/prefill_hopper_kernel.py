@@ -32,8 +32,8 @@ def chunk_rows(i, row, cut, end, before, C: gl.constexpr):
 
 @gluon.jit
 def fetch_for_state(
-    desc_k, desc_v, desc_x, k, v, k_coef, s_coef, k_smem, v_smem, x_smem, kc_smem, sc_smem,
-    full, empty, column_k, column_v, i_h, row, cut, end, chunk, before, total,
+    desc_k, desc_v, desc_x, k, v, k_coef, s_coef, decay, k_smem, v_smem, x_smem, kc_smem, sc_smem,
+    fade_smem, full, empty, column_k, column_v, i_h, row, cut, end, chunk, before, total,
     stride_k: gl.constexpr, stride_v: gl.constexpr, HV: gl.constexpr, K: gl.constexpr,
     C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -43,6 +43,7 @@ def fetch_for_state(
     """
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_c = gl.arange(0, C, layout)
+    o_v = gl.arange(0, BV, layout)
     for i in range(total):
         stage = i % STAGES
         ready = full.index(stage)
@@ -67,6 +68,9 @@ def fetch_for_state(
         at = place.to(gl.int64) * C + o_c
         async_copy.async_copy_global_to_shared(kc_smem.index(stage), k_coef + at)
         async_copy.async_copy_global_to_shared(sc_smem.index(stage), s_coef + at)
+        # One factor for the whole state, but a vector is what is loaded without a wait.
+        fades = decay + (place + o_v * 0)
+        async_copy.async_copy_global_to_shared(fade_smem.index(stage), fades)
         async_copy.mbarrier_arrive(ready, increment_count=False)
 
 
@@ -145,8 +149,8 @@ def store_state(p_low, p_high, low, high, slot, num_slots, stride_slot):
 
 @gluon.jit
 def open_chunk(
-    s_low, s_high, b_o, fade, desc_out, out, o_smem, k_smem, v_smem, x_smem, kc_smem,
-    sc_smem, own_empty, q_smem, out_full, out_empty, column_out, i, row, cut, end, before,
+    s_low, s_high, b_o, desc_out, out, o_smem, k_smem, v_smem, x_smem, kc_smem,
+    sc_smem, fade_smem, own_empty, q_smem, out_full, out_empty, column_out, i, row, cut, end, before,
     STRIDE: gl.constexpr, K: gl.constexpr, C: gl.constexpr, BV: gl.constexpr,
     STAGES: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -159,6 +163,7 @@ def open_chunk(
     y_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     a_of_y: gl.constexpr = gl.DotOperandLayout(0, y_layout, 2)
     columns: gl.constexpr = gl.SliceLayout(0, y_layout)
+    s_layout: gl.constexpr = s_low.type.layout
     element: gl.constexpr = k_smem.dtype
     stage = i % STAGES
     phase = (i // STAGES) & 1
@@ -183,8 +188,9 @@ def open_chunk(
         mbarrier.arrive(out_empty.index((i - 1) % STAGES), count=1)
     b_v = v_tile.permute((1, 0)).load(y_layout).to(gl.float32)
     b_kc = kc_smem.index(stage).load(columns)
-    s_low = s_low * fade
-    s_high = s_high * fade
+    fade = fade_smem.index(stage).load(gl.SliceLayout(1, s_layout))
+    s_low = s_low * fade[:, None]
+    s_high = s_high * fade[:, None]
     b_y = warpgroup_mma_wait(1, deps=[b_y])
     missed = gl.convert_layout((b_v - b_y * b_kc[None, :]).to(element), a_of_y)
     b_n = warpgroup_mma(
@@ -228,9 +234,9 @@ def close_chunk(
 
 @gluon.jit
 def walk_in_order(
-    desc_out, out, decay, p_head, k_smem, v_smem, x_smem, kc_smem, sc_smem, own_full, own_empty,
-    q_smem, a_smem, qc_smem, out_full, out_empty, o_smem,
-    column_out, i_h, first_v, row, cut, end, chunk, before, total,
+    desc_out, out, p_head, k_smem, v_smem, x_smem, kc_smem, sc_smem, fade_smem,
+    own_full, own_empty, q_smem, a_smem, qc_smem, out_full, out_empty, o_smem,
+    column_out, first_v, row, cut, end, before, total,
     slot, dest, num_slots, stride_slot,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr,
     STAGES: gl.constexpr, HAS_DESTS: gl.constexpr,
@@ -245,15 +251,12 @@ def walk_in_order(
     p_high = half_state(p_head, first_v, K // 2, K, BV)
     s_low, s_high = load_state(p_low, p_high, slot, num_slots, stride_slot)
     if total > 0:
-        p_decay = decay + chunk.to(gl.int64) * HV + i_h
-        fade = gl.load(p_decay)
         await_chunk(own_full, 0, row, cut, end, before, total, C, STAGES)
         s_low, s_high, b_n, b_sc, b_p = open_chunk(
-            s_low, s_high, s_low, fade, desc_out, out, o_smem, k_smem, v_smem, x_smem,
-            kc_smem, sc_smem, own_empty, q_smem, out_full, out_empty, column_out, 0,
+            s_low, s_high, s_low, desc_out, out, o_smem, k_smem, v_smem, x_smem,
+            kc_smem, sc_smem, fade_smem, own_empty, q_smem, out_full, out_empty, column_out, 0,
             row, cut, end, before, HV * V, K, C, BV, STAGES, True,
         )  # fmt: skip
-        next_fade = gl.load(p_decay + gl.minimum(1, total - 1).to(gl.int64) * HV)
         s_low, s_high, b_o = close_chunk(
             s_low, s_high, b_n, b_sc, b_p, k_smem, a_smem, qc_smem, own_full,
             0, row, cut, end, before, total, K, C, STAGES,
@@ -262,11 +265,9 @@ def walk_in_order(
             if HAS_DESTS:
                 if i == before:
                     store_state(p_low, p_high, s_low, s_high, dest, num_slots, stride_slot)
-            fade = next_fade
-            next_fade = gl.load(p_decay + gl.minimum(i + 1, total - 1).to(gl.int64) * HV)
             s_low, s_high, b_n, b_sc, b_p = open_chunk(
-                s_low, s_high, b_o, fade, desc_out, out, o_smem, k_smem, v_smem, x_smem,
-                kc_smem, sc_smem, own_empty, q_smem, out_full, out_empty, column_out, i,
+                s_low, s_high, b_o, desc_out, out, o_smem, k_smem, v_smem, x_smem,
+                kc_smem, sc_smem, fade_smem, own_empty, q_smem, out_full, out_empty, column_out, i,
                 row, cut, end, before, HV * V, K, C, BV, STAGES, False,
             )  # fmt: skip
             s_low, s_high, b_o = close_chunk(
@@ -347,6 +348,7 @@ def ordered_walk_kernel(
     o_smem = gl.allocate_shared_memory(element, [2, C, BV], desc_out.layout)
     kc_smem = gl.allocate_shared_memory(gl.float32, [STAGES, C], flat)
     sc_smem = gl.allocate_shared_memory(gl.float32, [STAGES, C], flat)
+    fade_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BV], flat)
     qc_smem = gl.allocate_shared_memory(gl.float32, [STAGES, C], flat)
     own_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     own_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
@@ -365,17 +367,17 @@ def ordered_walk_kernel(
             (
                 walk_in_order,
                 (
-                    desc_out, out, decay, p_head, k_smem, v_smem, x_smem, kc_smem, sc_smem,
+                    desc_out, out, p_head, k_smem, v_smem, x_smem, kc_smem, sc_smem, fade_smem,
                     own_full, own_empty, q_smem, a_smem, qc_smem, out_full, out_empty, o_smem,
-                    column_out, i_h, first_v, row, cut, end, chunk, before, total,
+                    column_out, first_v, row, cut, end, before, total,
                     slot, dest, num_slots, stride_slot, HV, K, V, C, BV, STAGES, HAS_DESTS,
                 ),
             ),
             (
                 fetch_for_state,
                 (
-                    desc_k, desc_v, desc_x, k, v, k_coef, s_coef, k_smem, v_smem, x_smem,
-                    kc_smem, sc_smem, own_full, own_empty, column_k, column_v, i_h,
+                    desc_k, desc_v, desc_x, k, v, k_coef, s_coef, decay, k_smem, v_smem, x_smem,
+                    kc_smem, sc_smem, fade_smem, own_full, own_empty, column_k, column_v, i_h,
                     row, cut, end, chunk, before, total,
                     stride_k_token, stride_v_token, HV, K, C, BV, STAGES,
                 ),
