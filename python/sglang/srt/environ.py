@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
@@ -107,6 +108,13 @@ class EnvField(Generic[T]):
         return f"EnvField({self.name}={self.get()!r})"
 
 
+def _number(text: str) -> float:
+    value = float(text)
+    if math.isnan(value):
+        raise ValueError(f"{text!r} is not a number")
+    return value
+
+
 def EnvBool(default: bool | Callable[[], bool] | None) -> EnvField[bool]:
     """A boolean variable."""
     return EnvField(parse_bool, default)
@@ -118,8 +126,8 @@ def EnvInt(default: int | Callable[[], int] | None) -> EnvField[int]:
 
 
 def EnvFloat(default: float | Callable[[], float] | None) -> EnvField[float]:
-    """A floating-point variable."""
-    return EnvField(float, default)
+    """A floating-point variable; NaN is not a value."""
+    return EnvField(_number, default)
 
 
 def EnvStr(default: str | Callable[[], str] | None) -> EnvField[str]:

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from sglang.srt.environ import EnvBool, EnvField, EnvInt, EnvStr, envs
+from sglang.srt.environ import EnvBool, EnvField, EnvFloat, EnvInt, EnvStr, envs
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="unit")
@@ -17,6 +17,7 @@ class Fields:
     TEST_FLAG = EnvBool(False)
     TEST_COUNT = EnvInt(3)
     TEST_NAME = EnvStr(None)
+    TEST_SHARE = EnvFloat(0.5)
     TEST_COMPUTED = EnvInt(lambda: 40 + 2)
 
 
@@ -51,7 +52,13 @@ def test_value_is_not_cached(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "default"), [("TEST_COUNT", "many", 3), ("TEST_FLAG", "maybe", False)]
+    ("name", "text", "default"),
+    [
+        ("TEST_COUNT", "many", 3),
+        ("TEST_FLAG", "maybe", False),
+        ("TEST_SHARE", "nan", 0.5),
+        ("TEST_SHARE", "half", 0.5),
+    ],
 )
 def test_unreadable_text_warns_and_gives_the_default(name, text, default, monkeypatch, caplog):
     monkeypatch.setenv(name, text)
