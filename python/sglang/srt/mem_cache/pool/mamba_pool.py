@@ -284,7 +284,7 @@ class MambaPool:
     def clear_slots(self, idx: torch.Tensor) -> None:
         """Zero the state of slots ``idx [n]`` in every layer."""
         for tensor in self._slot_tensors():
-            tensor.index_fill_(1, idx, 0)  # an assignment would wait for the device
+            tensor.index_fill_(1, idx.long(), 0)  # an assignment would wait for the device
 
     def copy_from(self, src_idx: torch.Tensor, dst_idx: torch.Tensor) -> None:
         """Copy the state of slots ``src_idx [n]`` to ``dst_idx [n]`` in every layer."""
