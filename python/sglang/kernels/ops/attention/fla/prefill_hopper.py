@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,10 +33,14 @@ def serves(x: PrefillTokens) -> bool:
     return shape_fits and x.q.dtype in _DTYPES
 
 
+@functools.cache
+def _layout(columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([CHUNK_SIZE, columns], _DTYPES[dtype])
+
+
 def _descriptor(tensor: Tensor, shape: list[int], stride: int, columns: int) -> TensorDescriptor:
-    block = [CHUNK_SIZE, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
-    return TensorDescriptor(tensor, shape, [stride, 1], block, layout)
+    layout = _layout(columns, tensor.dtype)
+    return TensorDescriptor(tensor, shape, [stride, 1], [CHUNK_SIZE, columns], layout)
 
 
 def _rows(tensor: Tensor, columns: int) -> TensorDescriptor:
