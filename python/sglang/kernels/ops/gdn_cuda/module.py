@@ -6,20 +6,17 @@ Needs the package `cuda-bindings` and a device of compute capability 9.0 or late
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from sglang.kernels.nvrtc import HAS_BINDINGS, NO_BINDINGS, check, compile_source
 from sglang.kernels.ops.gdn_cuda.launch_table import VerifyTile
 
-HAS_BINDINGS: bool = importlib.util.find_spec("cuda") is not None and (
-    importlib.util.find_spec("cuda.bindings") is not None
-)
 if HAS_BINDINGS:
-    from cuda.bindings import driver, nvrtc
+    from cuda.bindings import driver
 
 SOURCE = Path(__file__).with_name("csrc") / "gdn_verify.cu"
 MIN_CAPABILITY = (9, 0)
@@ -35,44 +32,23 @@ def unavailable_reason() -> str | None:
     if torch.version.hip is not None:
         return "ROCm build; the Triton kernels serve it"
     if not HAS_BINDINGS:
-        return "the package 'cuda-bindings' is not installed"
+        return NO_BINDINGS
     capability = torch.cuda.get_device_capability()
     if capability < MIN_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is below 9.0"
     return None
 
 
-def _check(result: tuple) -> tuple:
-    error, *values = result
-    if int(error) != 0:
-        raise RuntimeError(f"CUDA call failed: {error}")
-    return tuple(values)
-
-
 def compile_cubin(tile: VerifyTile, *, state_is_bf16: bool, arch: str) -> bytes:
     """Machine code of the kernels for `arch` ("sm_90"). Raises: RuntimeError with the compiler's log."""
-    source = SOURCE.read_bytes()
-    (program,) = _check(nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), 0, [], []))
-    options = [
-        f"--gpu-architecture={arch}",
-        "--std=c++17",
-        f"-DNW={tile.num_warps}",
-        f"-DRPL={tile.rows_per_lane}",
-        f"-DMIN_CTAS={tile.min_ctas}",
-        f"-DSTATE_BF16={int(state_is_bf16)}",
-        f"-DPAIRS={int(tile.pairs)}",
-    ]
-    encoded = [option.encode() for option in options]
-    error, *_ = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-    if int(error) != 0:
-        (size,) = _check(nvrtc.nvrtcGetProgramLogSize(program))
-        log = b" " * size
-        _check(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"{SOURCE.name} does not compile for {arch}: {log.decode()}")
-    (size,) = _check(nvrtc.nvrtcGetCUBINSize(program))
-    cubin = b" " * size
-    _check(nvrtc.nvrtcGetCUBIN(program, cubin))
-    return cubin
+    defines = {
+        "NW": tile.num_warps,
+        "RPL": tile.rows_per_lane,
+        "MIN_CTAS": tile.min_ctas,
+        "STATE_BF16": int(state_is_bf16),
+        "PAIRS": int(tile.pairs),
+    }
+    return compile_source(SOURCE, arch=arch, defines=defines)
 
 
 class GdnCudaModule:
@@ -85,9 +61,9 @@ class GdnCudaModule:
         self.state_bytes = 2 if state_is_bf16 else 4
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         cubin = compile_cubin(tile, state_is_bf16=state_is_bf16, arch=f"sm_{major}{minor}")
-        (self._module,) = _check(driver.cuModuleLoadData(cubin))
+        (self._module,) = check(driver.cuModuleLoadData(cubin))
         self._functions = {
-            name: _check(driver.cuModuleGetFunction(self._module, name.encode()))[0]
+            name: check(driver.cuModuleGetFunction(self._module, name.encode()))[0]
             for name in ("gdn_verify", "gdn_deferred_commit", "gdn_deferred_clear")
         }
         self._resident: dict[int, int] = {}
@@ -105,8 +81,8 @@ class GdnCudaModule:
             function = self._functions["gdn_verify"]
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             largest = max([smem, *(self.smem_bytes(t) for t in self._resident)])
-            _check(driver.cuFuncSetAttribute(function, attribute, largest))
-            (count,) = _check(
+            check(driver.cuFuncSetAttribute(function, attribute, largest))
+            (count,) = check(
                 driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
                     function, self.tile.num_warps * 32, smem
                 )
@@ -142,7 +118,7 @@ class GdnCudaModule:
         stream = torch.cuda.current_stream().cuda_stream
         function = self._functions[name]
         if not overlap_previous:
-            _check(
+            check(
                 driver.cuLaunchKernel(
                     function, grid, 1, 1, threads, 1, 1, smem, stream, parameters, 0
                 )
@@ -159,7 +135,7 @@ class GdnCudaModule:
         config.hStream = stream
         config.attrs = [attribute]
         config.numAttrs = 1
-        _check(driver.cuLaunchKernelEx(config, function, parameters, 0))
+        check(driver.cuLaunchKernelEx(config, function, parameters, 0))
 
 
 @cache
