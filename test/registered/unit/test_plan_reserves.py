@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang.kernels.ops.quantization.launch import SMALL_ROWS, HopperTile
+from sglang.kernels.ops.quantization.rows import QuantizedRows
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.mem_cache.plan_reserves import FEW_ROWS, SLOT_TILE_ROWS, expert_slot_bytes
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.plan_cases import model, plan
 
@@ -61,6 +64,42 @@ def test_a_drafter_without_attention_pays_once():
 def test_the_cpu_keeps_no_partial_results():
     made = plan(CONFIG, device="cpu", speculative_algorithm=None, max_running_requests=4)
     assert split_line(made) is None
+
+
+def activations(chunk, name="Qwen3.6-35B-A3B-FP8", **flags):
+    made = plan(model(name), 200, chunked_prefill_size=chunk, **{**FLAGS, **flags})
+    return {line.name: line.nbytes for line in made.reserves}["activations"]
+
+
+def made_by_slot(rows):
+    """Bytes that experts of a prompt allocate, from the tensors that they make, on a device without storage."""
+    hidden, inner = CONFIG.hidden_size, CONFIG.moe_intermediate_size
+    chosen = torch.empty(rows, CONFIG.num_experts_per_tok, dtype=torch.int32, device="meta")
+    tiles = chosen.numel() // HopperTile().block_m + min(chosen.numel(), CONFIG.num_experts)
+    meta = {"dtype": torch.bfloat16, "device": torch.device("meta")}
+    slots = tiles * HopperTile().block_m
+    shared = -(-rows // HopperTile().block_m) * HopperTile().block_m
+    by_slot = QuantizedRows.empty(slots + shared, inner, **meta)
+    results = torch.empty(chosen.numel() + rows, hidden, **meta)
+    made = (by_slot.values, by_slot.scale, results)
+    return slots * hidden + sum(each.nbytes for each in made)
+
+
+@pytest.mark.parametrize("rows", [129, 512, 8192])
+def test_rows_of_experts_by_slot_are_in_the_estimate(rows):
+    """Catches a temporary of a prompt's experts that the plan does not know; small chunks are mostly padding."""
+    assert SLOT_TILE_ROWS == HopperTile().block_m and FEW_ROWS == SMALL_ROWS
+    assert expert_slot_bytes(CONFIG, rows, "bfloat16", 1) == made_by_slot(rows)
+    assert activations(rows) > made_by_slot(rows)
+
+
+def test_by_slot_costs_nothing_where_other_layers_are_wider():
+    """Catches a plan of the published chunk that shrank, and bf16 experts or a CPU that pay for FP8 ones."""
+    bf16 = "Qwen3.6-35B-A3B"
+    assert activations(8192) == activations(8192, bf16)
+    assert activations(512) > activations(512, bf16)
+    small = {"max_running_requests": 4, "speculative_algorithm": None, "device": "cpu"}
+    assert activations(512, **small) == activations(512, bf16, **small)
 
 
 if __name__ == "__main__":

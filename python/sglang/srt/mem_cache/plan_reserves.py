@@ -26,6 +26,11 @@ BYTES_PER_GRAPH = 2 * MIB
 """Kernel nodes and parameters of one captured graph; a guess."""
 ACTIVATION_SLACK = 1.25
 CHUNK_TOKENS = 64
+FP8_GROUP = 128
+SLOT_TILE_ROWS = 128
+"""Rows of a tile that one expert has to itself where FP8 rows of prompts lie by slot."""
+FEW_ROWS = 128
+"""Up to so many rows experts gather theirs and nothing lies by slot."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,33 @@ def activation_bytes_per_token(config: ModelConfig, dtype: str, tp_size: int) ->
     return 3 * width * config.hidden_size + widest
 
 
+def expert_slot_bytes(config: ModelConfig, rows: int, dtype: str, tp_size: int) -> int:
+    """What FP8 experts of one layer keep by slot for ``rows`` rows: 0 unless they are FP8 in blocks of 128 x 128.
+
+    Rows of x sorted by expert, what the up projection makes of them with a scale a group, and every pair's
+    result. Each expert's last tile is padded, so this grows with the experts and not with the rows alone.
+    """
+    quantization = config.quantization
+    if quantization is None or quantization.weight_block_size != (FP8_GROUP, FP8_GROUP):
+        return 0
+    pairs = rows * config.num_experts_per_tok
+    tiles = pairs // SLOT_TILE_ROWS + min(pairs, config.num_experts)
+    slots, shared = tiles * SLOT_TILE_ROWS, -(-rows // SLOT_TILE_ROWS) * SLOT_TILE_ROWS
+    inner = config.moe_intermediate_size // tp_size
+    made = inner + dtype_bytes("float32") * -(-inner // FP8_GROUP)
+    results = (pairs + rows) * config.hidden_size * dtype_bytes(dtype)
+    return slots * config.hidden_size + (slots + shared) * made + results
+
+
+def peak_activation_bytes(config: ModelConfig, args: ServerArgs, rows: int) -> int:
+    """Peak live activations of ``rows`` rows inside the widest layer of one rank."""
+    peak = activation_bytes_per_token(config, args.dtype, args.tp_size) * rows
+    if args.device == "cpu" or not config.num_experts or rows <= FEW_ROWS:
+        return peak
+    beside = 3 * dtype_bytes(args.dtype) * config.hidden_size * rows
+    return max(peak, beside + expert_slot_bytes(config, rows, args.dtype, args.tp_size))
+
+
 def runtime_reserves(
     config: ModelConfig,
     args: ServerArgs,
@@ -74,11 +106,11 @@ def runtime_reserves(
     rows = max_running * (draft_tokens or 1)
     chunk = args.chunked_prefill_size
     chunk_tokens = args.max_prefill_tokens if chunk < 0 else min(chunk, args.max_prefill_tokens)
-    per_token = activation_bytes_per_token(config, args.dtype, args.tp_size)
-    activations = int(ACTIVATION_SLACK * per_token * max(chunk_tokens, rows))
+    widest = max(chunk_tokens, rows)
+    activations = int(ACTIVATION_SLACK * peak_activation_bytes(config, args, widest))
     logits = 2 * rows * config.vocab_size * dtype_bytes("float32")
     lines = [
-        ReserveLine("activations", activations, f"{max(chunk_tokens, rows)} rows, estimate"),
+        ReserveLine("activations", activations, f"{widest} rows, estimate"),
         ReserveLine("logits", logits, f"{rows} rows in fp32 and their probabilities"),
     ]
     if args.device == "cpu":
@@ -89,7 +121,7 @@ def runtime_reserves(
     lines.append(ReserveLine("split contexts", splits, note))
     if not args.disable_cuda_graph:
         graphs = reachable_graph_sizes(args.cuda_graph_bs or [], max_running)
-        captured = max(graphs, default=0) * (draft_tokens or 1) * per_token
+        captured = peak_activation_bytes(config, args, max(graphs, default=0) * (draft_tokens or 1))
         nbytes = len(graphs) * BYTES_PER_GRAPH * (2 if draft_tokens else 1) + captured
         lines.append(ReserveLine("graph capture", nbytes, f"{len(graphs)} batch sizes, estimate"))
     return (*lines, ReserveLine("runtime", CUDA_RUNTIME_BYTES, "context and workspaces, guess"))

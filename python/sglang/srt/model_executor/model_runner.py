@@ -8,6 +8,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.linear.utils import LinearAttnBackends
+from sglang.srt.layers.prompt_kernels import load_prompt_kernels
 from sglang.srt.mem_cache.memory_plan import Pools
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MHATokenToKVPool
 from sglang.srt.model_executor.backends import build_attention_backend, build_target_backend
@@ -60,6 +61,7 @@ class ModelRunner:
         weights.fill(self.model, model_config.model_path)
         if device.type != "cpu":
             self.model.rotary.reserve(self.req_pool.max_context_len)
+            load_prompt_kernels(self.model, dtype)
 
     def forward(self, fb: ForwardBatch) -> LogitsOutput:
         """Run the target. EXTEND and DECODE advance KV and state; TARGET_VERIFY only records."""
@@ -104,6 +106,7 @@ class DraftModelRunner:
         target.weights.fill(self.model, draft_config.model_path, shared_with=target.model)
         if target.device.type != "cpu":
             self.model.rotary.reserve(req_pool.max_context_len)
+            load_prompt_kernels(self.model, target.dtype)
 
     def forward(self, fb: ForwardBatch) -> LogitsOutput:
         """Run the draft model; only its KV pool changes."""

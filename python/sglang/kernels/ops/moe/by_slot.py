@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
-from sglang.kernels.ops.moe.experts import ExpertRows
-from sglang.kernels.ops.moe.sort import ExpertOrder
+from sglang.kernels.ops.moe.sort import ExpertOrder, ExpertRows
 from sglang.kernels.ops.quantization.fp8 import check_block_scales
 from sglang.kernels.ops.quantization.hopper_cuda import (
     TILE_ROWS,
-    CudaTile,
     SlotRows,
     hopper_product,
+    hopper_tile,
 )
+from sglang.kernels.ops.quantization.launch import HopperTile
 from sglang.kernels.ops.quantization.rows import QuantizedRows
 
 if triton_support.AVAILABLE:
@@ -23,6 +23,14 @@ if triton_support.AVAILABLE:
 _ROWS = 4
 _WORDS = 512
 _WORD_BYTES = 4
+
+
+def slot_tile(
+    num_tokens: int, gate_up: Tensor, down: Tensor, dtype: torch.dtype
+) -> HopperTile | None:
+    """The table's tile if the CUDA kernel serves both products of experts [E, 2I, H] and [E, H, I], else None."""
+    up = hopper_tile(num_tokens, gate_up, dtype, gated=True)
+    return None if up is None else hopper_tile(num_tokens, down, dtype, gated=False)
 
 
 def sort_rows(values: Tensor, order: ExpertOrder, top_k: int) -> Tensor:
@@ -53,9 +61,9 @@ def sort_rows(values: Tensor, order: ExpertOrder, top_k: int) -> Tensor:
 
 
 def up_by_slot(
-    x: QuantizedRows, weight: Tensor, weight_scale: Tensor, rows: ExpertRows, tile: CudaTile
+    x: QuantizedRows, weight: Tensor, weight_scale: Tensor, rows: ExpertRows, tile: HopperTile
 ) -> QuantizedRows:
-    """``grouped_gated`` with results by slot [num_tiles * 128, I], the shared expert's behind the others.
+    """``grouped_gated`` of rows by token, results by slot [num_tiles * 128, I], the shared expert's behind the others.
 
     Raises: ValueError if the scales, the order's tiles or the product do not fit the kernel.
     """
@@ -68,7 +76,7 @@ def up_by_slot(
 
 
 def down_by_slot(
-    inner: QuantizedRows, weight: Tensor, weight_scale: Tensor, rows: ExpertRows, tile: CudaTile
+    inner: QuantizedRows, weight: Tensor, weight_scale: Tensor, rows: ExpertRows, tile: HopperTile
 ) -> Tensor:
     """``grouped_linear`` by pair of rows that lie by slot, as ``up_by_slot`` makes them.
 

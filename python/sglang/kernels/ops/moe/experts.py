@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -11,27 +9,16 @@ from sglang.kernels import triton_support
 from sglang.kernels.launch_overlap import overlapping
 from sglang.kernels.ops.fused.rows import silu_mul, silu_mul_quantized
 from sglang.kernels.ops.fused.sums import RoutedSum
-from sglang.kernels.ops.moe.launch import (
-    ExpertTile,
-    ExpertTiles,
-    expert_tiles,
-    hopper_expert_tiles,
-    slot_expert_tiles,
-)
-from sglang.kernels.ops.moe.sort import ExpertOrder, order_by_expert
+from sglang.kernels.ops.moe.by_slot import down_by_slot, slot_tile, up_by_slot
+from sglang.kernels.ops.moe.launch import ExpertTile, ExpertTiles, expert_tiles
+from sglang.kernels.ops.moe.sort import ExpertRows, order_by_expert
 from sglang.kernels.ops.quantization.fp8 import (
     can_gate,
     check_block_scales,
     descriptor_of,
     quantize,
 )
-from sglang.kernels.ops.quantization.hopper_cuda import CudaTile, fits_shared_rows
-from sglang.kernels.ops.quantization.launch import (
-    HopperTile,
-    check_gated,
-    fits_hopper,
-    part_width,
-)
+from sglang.kernels.ops.quantization.launch import HopperTile, check_gated, part_width
 from sglang.kernels.ops.quantization.rows import GROUP, QuantizedRows
 
 if triton_support.AVAILABLE:
@@ -39,36 +26,12 @@ if triton_support.AVAILABLE:
     from sglang.kernels.ops.quantization.fp8 import TRITON_TYPES
 
 
-@dataclass(frozen=True)
-class ExpertRows:
-    """Which expert takes which row.
-
-    order        of the routed pairs; pair t * top_k + j stands for row t and its j-th expert
-    num_pairs    T * top_k
-    top_k        experts a row
-    shared_rows  T if the last expert is a shared one, whose pair of row t is num_pairs + t, else 0
-    """
-
-    order: ExpertOrder
-    num_pairs: int
-    top_k: int
-    shared_rows: int
-
-    @property
-    def num_results(self) -> int:
-        return self.num_pairs + self.shared_rows
-
-    @property
-    def num_tiles(self) -> int:
-        return self.order.num_tiles + -(-self.shared_rows // self.order.block_m)
-
-
 def grouped_linear(
     x: Tensor | QuantizedRows,
     weight: Tensor,
     weight_scale: Tensor | None,
     rows: ExpertRows,
-    tile: ExpertTile | HopperTile,
+    tile: ExpertTile,
     *,
     x_by_pair: bool,
 ) -> Tensor:
@@ -82,16 +45,13 @@ def grouped_linear(
     """
     out = torch.empty((rows.num_results, weight.shape[1]), dtype=x.dtype, device=x.device)
     if weight_scale is None:
-        if isinstance(x, QuantizedRows) or isinstance(tile, HopperTile):
+        if isinstance(x, QuantizedRows):
             raise ValueError(f"FP8 rows meet experts of {weight.dtype} without scales")
         _launch(x, weight, weight, weight, out, None, rows, tile, x_by_pair, x.dtype)
         return out
     check_block_scales(weight, weight_scale)
     q = quantize(x) if isinstance(x, Tensor) else x
-    if isinstance(tile, HopperTile):
-        _launch_hopper(q, weight, weight_scale, out, None, rows, tile, x_by_pair)
-    else:
-        _launch(q.values, q.scale, weight, weight_scale, out, None, rows, tile, x_by_pair, q.dtype)
+    _launch(q.values, q.scale, weight, weight_scale, out, None, rows, tile, x_by_pair, q.dtype)
     return out
 
 
@@ -100,51 +60,21 @@ def grouped_gated(
     weight: Tensor,
     weight_scale: Tensor,
     rows: ExpertRows,
-    tile: ExpertTile | HopperTile,
+    tile: ExpertTile,
 ) -> QuantizedRows:
     """``silu_mul_quantized`` of ``grouped_linear`` of an FP8 weight [E, 2I, K], in one launch: the same bits.
 
     Raises: ValueError if the scales do not fit or the tile's parts are not a gate's and an up's.
     """
     check_block_scales(weight, weight_scale)
-    if isinstance(tile, ExpertTile):
-        check_gated(tile.parts, tile.block_n)
+    check_gated(tile.parts, tile.block_n)
     q = quantize(x) if isinstance(x, Tensor) else x
     inner = weight.shape[1] // 2
     out = QuantizedRows.empty(rows.num_results, inner, dtype=x.dtype, device=x.device)
-    if isinstance(tile, HopperTile):
-        _launch_hopper(q, weight, weight_scale, out.values, out.scale, rows, tile, False)
-        return out
     _launch(
         q.values, q.scale, weight, weight_scale, out.values, out.scale, rows, tile, False, q.dtype
     )
     return out
-
-
-def _launch_hopper(
-    x: QuantizedRows,
-    weight: Tensor,
-    weight_scale: Tensor,
-    out: Tensor,
-    out_scale: Tensor | None,
-    rows: ExpertRows,
-    tile: HopperTile,
-    x_by_pair: bool,
-) -> None:
-    from sglang.kernels.ops.quantization.hopper import GroupedRows, hopper_gemm
-
-    order = rows.order
-    grouped = GroupedRows(
-        order.pairs,
-        order.tile_experts,
-        rows.num_tiles,
-        rows.num_pairs,
-        rows.top_k,
-        rows.shared_rows,
-        x_by_pair,
-    )
-    operands = (x.values, x.scale, weight, weight_scale, out, out_scale)
-    hopper_gemm(*operands, tile, dtype=x.dtype, grouped=grouped)
 
 
 def _launch(
@@ -224,7 +154,7 @@ def run_experts(
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
     last_is_shared: bool = False,
-    tiles: ExpertTiles | None = None,
+    tiles: ExpertTiles | HopperTile | None = None,
 ) -> RoutedSum:
     """Routed experts and the gated shared expert's output: parts of a sum [T, H] in x's dtype.
 
@@ -238,14 +168,12 @@ def run_experts(
         none = torch.empty((0, down.shape[1]), dtype=x.dtype, device=x.device)
         return RoutedSum(none, weights, chosen, none, none)
     fp8 = gate_up_scale is not None
-    if tiles is None and fp8 and _fits_hopper(down):
-        if x.dtype == torch.bfloat16 and fits_shared_rows(down):
-            tiles = slot_expert_tiles(num_rows)
-        tiles = tiles or hopper_expert_tiles(num_rows)
+    if tiles is None and fp8:
+        tiles = slot_tile(num_rows, gate_up, down, x.dtype)
     tiles = tiles or expert_tiles(num_rows, x.dtype.itemsize, fp8=fp8)
     routed = gate_up.shape[0] - last_is_shared
     rows = ExpertRows(
-        order_by_expert(chosen, routed, tiles.up.block_m),
+        order_by_expert(chosen, routed, tiles.block_m),
         num_rows * top_k,
         top_k,
         num_rows if last_is_shared else 0,
@@ -264,11 +192,18 @@ def _expert_parts(
     gate_up_scale: Tensor | None,
     down_scale: Tensor | None,
     rows: ExpertRows,
-    tiles: ExpertTiles,
+    tiles: ExpertTiles | HopperTile,
 ) -> Tensor:
-    """Every pair's output [num_results, H]."""
-    if isinstance(tiles.up, CudaTile) or isinstance(tiles.down, CudaTile):
-        return _parts_by_slot(x, gate_up, down, gate_up_scale, down_scale, rows, tiles)
+    """Every pair's output [num_results, H].
+
+    Raises: ValueError for a HopperTile, which takes rows by slot, and experts that are not FP8.
+    """
+    if isinstance(tiles, HopperTile):
+        if gate_up_scale is None or down_scale is None:
+            raise ValueError(f"experts of {gate_up.dtype} without scales have no rows by slot")
+        q = quantize(x) if isinstance(x, Tensor) else x
+        made = up_by_slot(q, gate_up, gate_up_scale, rows, tiles)
+        return down_by_slot(made, down, down_scale, rows, tiles)
     inner: Tensor | QuantizedRows
     if gate_up_scale is not None and tiles.gated and can_gate(down.shape[2]):
         inner = grouped_gated(x, gate_up, gate_up_scale, rows, tiles.up)
@@ -276,32 +211,3 @@ def _expert_parts(
         both = grouped_linear(x, gate_up, gate_up_scale, rows, tiles.up, x_by_pair=False)
         inner = silu_mul(both) if gate_up_scale is None else silu_mul_quantized(both)
     return grouped_linear(inner, down, down_scale, rows, tiles.down, x_by_pair=True)
-
-
-def _parts_by_slot(
-    x: Tensor | QuantizedRows,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_scale: Tensor | None,
-    down_scale: Tensor | None,
-    rows: ExpertRows,
-    tiles: ExpertTiles,
-) -> Tensor:
-    """Raises: ValueError unless the experts are FP8 and both tiles take rows by slot."""
-    from sglang.kernels.ops.moe.by_slot import down_by_slot, up_by_slot
-
-    up, last = tiles.up, tiles.down
-    if gate_up_scale is None or down_scale is None:
-        raise ValueError(f"experts of {gate_up.dtype} without scales have no rows by slot")
-    if not isinstance(up, CudaTile) or not isinstance(last, CudaTile):
-        raise ValueError(f"rows by slot need two tiles of the CUDA kernel, not {up} and {last}")
-    q = quantize(x) if isinstance(x, Tensor) else x
-    inner = up_by_slot(q, gate_up, gate_up_scale, rows, up)
-    return down_by_slot(inner, down, down_scale, rows, last)
-
-
-def _fits_hopper(down: Tensor) -> bool:
-    """Whether the Hopper kernel serves experts of a ``down`` [E, H, I]."""
-    size, inner = down.shape[1:]
-    fits = fits_hopper(inner, size, gated=True) and fits_hopper(size, inner, gated=False)
-    return fits and triton_support.runs_on_hopper(down.device)

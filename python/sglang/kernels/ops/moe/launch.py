@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sglang.kernels.ops.quantization import launch as product_launch
-from sglang.kernels.ops.quantization.hopper_cuda import SHARE_WEIGHTS, CudaTile
-from sglang.kernels.ops.quantization.launch import (
-    SMALL_ROWS,
-    HopperTile,
-    check_gated,
-    on_amd,
-)
+from sglang.kernels.ops.quantization.launch import SMALL_ROWS, check_gated, on_amd
 
 
 @dataclass(frozen=True)
@@ -39,13 +32,11 @@ class ExpertTiles:
     """Tiles of the gate and up projection and of the down projection; both have one ``block_m``.
 
     ``gated``: an FP8 ``up`` ends in silu(gate) * up, quantised, where its halves meet at a scale block's edge.
-    A CudaTile takes rows by slot, so both are one or none is.
-    Raises: ValueError if the heights differ, or ``up`` has not the parts that gating needs, or one alone takes
-    rows by slot.
+    Raises: ValueError if the heights differ, or ``up`` has not the parts that gating needs.
     """
 
-    up: ExpertTile | HopperTile | CudaTile
-    down: ExpertTile | HopperTile | CudaTile
+    up: ExpertTile
+    down: ExpertTile
     gated: bool = False
 
     def __post_init__(self) -> None:
@@ -53,11 +44,12 @@ class ExpertTiles:
             raise ValueError(
                 f"tiles of {self.up.block_m} and {self.down.block_m} rows cannot share one order of pairs"
             )
-        by_slot = isinstance(self.up, CudaTile)
-        if by_slot != isinstance(self.down, CudaTile) or by_slot and not self.gated:
-            raise ValueError("rows by slot go from a gated up projection to a down projection")
-        if self.gated and isinstance(self.up, ExpertTile):
+        if self.gated:
             check_gated(self.up.parts, self.up.block_n)
+
+    @property
+    def block_m(self) -> int:
+        return self.up.block_m
 
 
 _PLAIN_FEW = ExpertTile(16, 128, 128, num_warps=4, num_stages=4, weights_first=True)
@@ -86,25 +78,6 @@ _AMD_FP8_MANY = ExpertTiles(
     gated=True,
 )
 """Within 64 KB of shared memory and without descriptors; compiled, never timed."""
-
-
-BY_SLOT: CudaTile | None = None
-"""For prompts' FP8 experts in bf16 models where the CUDA kernel runs; None leaves them to the Gluon kernel."""
-
-
-def slot_expert_tiles(num_tokens: int) -> ExpertTiles | None:
-    """For FP8 experts whose both products fit the CUDA kernel, bf16 results and a device that runs it."""
-    if BY_SLOT is None or num_tokens <= SMALL_ROWS or BY_SLOT.share == SHARE_WEIGHTS:
-        return None
-    return ExpertTiles(BY_SLOT, BY_SLOT, gated=True)
-
-
-def hopper_expert_tiles(num_tokens: int) -> ExpertTiles | None:
-    """For FP8 experts whose both products fit the Hopper kernel."""
-    tile = product_launch.MANY_ON_HOPPER
-    if tile is None or num_tokens <= SMALL_ROWS:
-        return None
-    return ExpertTiles(tile, tile, gated=True)
 
 
 def fp8_expert_tiles(*, few: bool, amd: bool) -> ExpertTiles:

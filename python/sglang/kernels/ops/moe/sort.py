@@ -51,6 +51,30 @@ class ExpertOrder:
         return self.tile_experts.shape[0]
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """Which expert takes which row.
+
+    order        of the routed pairs; pair t * top_k + j stands for row t and its j-th expert
+    num_pairs    T * top_k
+    top_k        experts a row
+    shared_rows  T if the last expert is a shared one, whose pair of row t is num_pairs + t, else 0
+    """
+
+    order: ExpertOrder
+    num_pairs: int
+    top_k: int
+    shared_rows: int
+
+    @property
+    def num_results(self) -> int:
+        return self.num_pairs + self.shared_rows
+
+    @property
+    def num_tiles(self) -> int:
+        return self.order.num_tiles + -(-self.shared_rows // self.order.block_m)
+
+
 def order_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> ExpertOrder:
     """Order the pairs of chosen [T, top_k] int32, contiguous; an expert id of -1 is left out.
 

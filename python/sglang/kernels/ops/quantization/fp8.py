@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sglang.kernels import triton_support
 from sglang.kernels.launch_overlap import overlapping
-from sglang.kernels.ops.quantization import launch
+from sglang.kernels.ops.quantization.hopper_cuda import hopper_product, hopper_tile
 from sglang.kernels.ops.quantization.launch import (
     QUANTIZE_GROUPS,
     QUANTIZE_WARPS,
@@ -15,7 +15,6 @@ from sglang.kernels.ops.quantization.launch import (
     HopperTile,
     check_gated,
     dense_tile,
-    fits_hopper,
     gated_tile,
     part_width,
     split_tile,
@@ -94,7 +93,7 @@ def block_scaled_linear(
     rows = quantize(x) if isinstance(x, Tensor) else x
     num_rows, num_columns = rows.shape[0], weight.shape[0]
     out = torch.empty((num_rows, num_columns), dtype=rows.dtype, device=rows.device)
-    tile = tile or hopper_tile(num_rows, num_columns, weight, gated=False)
+    tile = tile or hopper_tile(num_rows, weight, rows.dtype, gated=False)
     tile = tile or dense_tile(num_rows, num_columns)
     _launch_gemm(rows, weight, weight_scale, out, None, tile)
     return out
@@ -118,7 +117,7 @@ def block_scaled_gated(
     if not can_gate(inner):
         raise ValueError(f"halves of {inner} rows share a scale block of {GROUP}")
     out = QuantizedRows.empty(num_rows, inner, dtype=rows.dtype, device=rows.device)
-    tile = tile or hopper_tile(num_rows, inner, weight, gated=True) or gated_tile(num_rows)
+    tile = tile or hopper_tile(num_rows, weight, rows.dtype, gated=True) or gated_tile(num_rows)
     _launch_gemm(rows, weight, weight_scale, out.values, out.scale, tile)
     return out
 
@@ -145,17 +144,6 @@ def block_scaled_split(
     return out
 
 
-def hopper_tile(
-    num_rows: int, num_columns: int, weight: Tensor, *, gated: bool
-) -> HopperTile | None:
-    """The Hopper kernel's tile if it serves a product of so many rows and results a row with ``weight``."""
-    tile = launch.MANY_ON_HOPPER
-    if tile is None or num_rows <= launch.SMALL_ROWS:
-        return None
-    fits = fits_hopper(num_columns, weight.shape[-1], gated=gated)
-    return tile if fits and triton_support.runs_on_hopper(weight.device) else None
-
-
 def can_gate(inner: int) -> bool:
     """Whether gate and up rows of ``inner`` columns each meet at a scale block's edge."""
     return inner % GROUP == 0
@@ -175,10 +163,7 @@ def _launch_gemm(
     if not out.numel():
         return
     if isinstance(tile, HopperTile):
-        from sglang.kernels.ops.quantization.hopper import hopper_gemm
-
-        operands = (rows.values, rows.scale, weight, weight_scale, out, out_scale)
-        hopper_gemm(*operands, tile, dtype=rows.dtype)
+        hopper_product(rows, weight, weight_scale, out, out_scale, tile)
         return
     gated = out_scale is not None
     if gated:

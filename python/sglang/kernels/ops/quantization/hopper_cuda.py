@@ -1,64 +1,41 @@
-"""FP8 products of many rows in CUDA C++ for compute capability 9.0: neighbouring SMs share what they fetch.
+"""FP8 products of many rows in CUDA C++ for compute capability 9.0: which the kernel serves, and its launch.
 
-Compiled at first use with NVRTC, which needs the package ``cuda-bindings``. The arithmetic is that of
-``hopper_gemm_kernel``: the same bits.
+Compiled with NVRTC when the first product of a kind is chosen; needs the package ``cuda-bindings``.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import logging
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sglang.kernels.ops.quantization.launch import fits_hopper
+from sglang.kernels.nvrtc import HAS_BINDINGS, NO_BINDINGS, check, compile_source
+from sglang.kernels.ops.quantization import launch
+from sglang.kernels.ops.quantization.launch import HopperTile, fits_hopper
 from sglang.kernels.ops.quantization.rows import GROUP, QuantizedRows
 
-HAS_BINDINGS: bool = importlib.util.find_spec("cuda") is not None and (
-    importlib.util.find_spec("cuda.bindings") is not None
-)
 if HAS_BINDINGS:
-    from cuda.bindings import driver, nvrtc
+    from cuda.bindings import driver
+
+logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("csrc") / "hopper_products.cu"
 HEADER = SOURCE.with_name("hopper_instructions.cuh")
-TILE_ROWS = 128
-SHARE_NOTHING, SHARE_WEIGHTS, SHARE_ROWS = 0, 1, 2
-_HALF = 64
+TILE_ROWS = HopperTile().block_m
+_HALF = TILE_ROWS // 2
 _THREADS = 384
 _STAGES = 4
 _STAGE_BYTES = 3 * TILE_ROWS * GROUP
 _STAGING_BYTES = 8 * 16 * 144
-_BARRIER_BYTES = (2 * _STAGES + 2) * 8
+_BARRIER_BYTES = 2 * _STAGES * 8
 SHARED_BYTES = 1024 + _STAGES * _STAGE_BYTES + _STAGING_BYTES + _BARRIER_BYTES
 """As the source lays it out, and up to 1024 bytes to align it."""
-
-
-@dataclass(frozen=True)
-class CudaTile:
-    """How ``hopper_product`` runs; its tile is 128 rows and two parts of 128 columns, in 4 stages of 48 KB.
-
-    share    what two neighbouring multiprocessors fetch together: nothing, weights or rows (SHARE_*)
-    turns    the two multiplying groups of a program take turns
-    group_m  row tiles (with SHARE_WEIGHTS: pairs of them) that run next to each other; experts have their own order
-    watch    end with an error instead of waiting for ever; for tests of the kernel
-    probe    leave out fetches (1) or products (2): what bounds it; results are wrong
-    """
-
-    share: int = SHARE_WEIGHTS
-    turns: bool = False
-    group_m: int = 8
-    watch: bool = False
-    probe: int = 0
-
-    @property
-    def block_m(self) -> int:
-        return TILE_ROWS
 
 
 @dataclass(frozen=True)
@@ -98,66 +75,88 @@ class _Params(ctypes.Structure):
     )
 
 
-def _check(result: tuple) -> tuple:
-    error, *values = result
-    if int(error) != 0:
-        raise RuntimeError(f"CUDA call failed: {error}")
-    return tuple(values)
-
-
 def unavailable_reason(device: torch.device) -> str | None:
     """None if the kernel can run on ``device``, else why not."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"{device} is no NVIDIA GPU"
-    if not HAS_BINDINGS:
-        return "the package 'cuda-bindings' is not installed"
-    capability = torch.cuda.get_device_capability(device)
-    return None if capability == (9, 0) else f"compute capability {capability} is not 9.0"
+    if not _is_hopper(device):
+        return f"{device} is no GPU of compute capability 9.0"
+    return None if HAS_BINDINGS else NO_BINDINGS
 
 
-def fits_shared_rows(down: Tensor) -> bool:
-    """Whether the kernel serves experts of ``down`` [E, H, I] and an up projection [E, 2I, H]."""
-    size, inner = down.shape[1:]
-    return size % 512 == 0 and inner % 256 == 0 and unavailable_reason(down.device) is None
+def hopper_tile(
+    num_rows: int, weight: Tensor, dtype: torch.dtype, *, gated: bool
+) -> HopperTile | None:
+    """The table's tile if the kernel serves products of ``num_rows`` rows with ``weight``, else None.
 
-
-def compile_cubin(tile: CudaTile, *, grouped: bool, gated: bool) -> bytes:
-    """Machine code for sm_90a. Raises: RuntimeError with the compiler's log."""
-    source, name = SOURCE.read_bytes(), SOURCE.name.encode()
-    headers, names = [HEADER.read_bytes()], [HEADER.name.encode()]
-    (program,) = _check(nvrtc.nvrtcCreateProgram(source, name, 1, headers, names))
-    choices = {"SHARE": tile.share, "TURNS": tile.turns, "WATCH": tile.watch, "PROBE": tile.probe}
-    choices |= {"GROUPED": grouped, "GATED": gated}
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
-    options += [f"-D{key}={int(value)}".encode() for key, value in choices.items()]
-    error, *_ = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if int(error) != 0:
-        (size,) = _check(nvrtc.nvrtcGetProgramLogSize(program))
-        log = b" " * size
-        _check(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"{SOURCE.name} does not compile: {log.decode()}")
-    (size,) = _check(nvrtc.nvrtcGetCUBINSize(program))
-    cubin = b" " * size
-    _check(nvrtc.nvrtcGetCUBIN(program, cubin))
-    return cubin
+    weight [N, K], or [E, N, K] of experts, of which a row meets a few; dtype: of the results; gated: halves of N
+    are a gate's and an up projection's. The first question about a kind of product compiles it; where that
+    cannot be, one line of the log says why.
+    """
+    tile = launch.MANY_ON_HOPPER
+    if tile is None or num_rows <= launch.SMALL_ROWS or dtype != torch.bfloat16:
+        return None
+    columns = weight.shape[-2] // 2 if gated else weight.shape[-2]
+    if not _is_hopper(weight.device) or not fits_hopper(columns, weight.shape[-1], gated=gated):
+        return None
+    return tile if _is_ready(weight.device, weight.dim() == 3, gated) else None
 
 
 @cache
-def _function(tile: CudaTile, grouped: bool, gated: bool, device_index: int) -> object:
+def _is_hopper(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def _is_ready(device: torch.device, grouped: bool, gated: bool) -> bool:
+    reason = unavailable_reason(device)
+    if reason is None:
+        try:
+            _function(False, grouped, gated, _index_of(device))
+        except (RuntimeError, OSError) as error:
+            reason = str(error)
+    if reason is not None:
+        _say_once(reason)
+    return reason is None
+
+
+@cache
+def _say_once(reason: str) -> None:
+    logger.warning("FP8 products of prompts take Triton's tiles, which are slower: %s", reason)
+
+
+def compile_cubin(*, grouped: bool, gated: bool, watch: bool = False) -> bytes:
+    """Machine code for sm_90a. Raises: RuntimeError with the compiler's log."""
+    defines = {"GROUPED": int(grouped), "GATED": int(gated), "WATCH": int(watch)}
+    return compile_source(SOURCE, arch="sm_90a", defines=defines, headers=(HEADER,))
+
+
+@cache
+def _function(watch: bool, grouped: bool, gated: bool, device_index: int) -> object:
     """The loaded kernel, once per process, choices and device; its module stays loaded."""
     torch.cuda.current_stream(device_index)
-    (module,) = _check(driver.cuModuleLoadData(compile_cubin(tile, grouped=grouped, gated=gated)))
-    (function,) = _check(driver.cuModuleGetFunction(module, b"hopper_product"))
+    cubin = compile_cubin(grouped=grouped, gated=gated, watch=watch)
+    (module,) = check(driver.cuModuleLoadData(cubin))
+    (function,) = check(driver.cuModuleGetFunction(module, b"hopper_product"))
     largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _check(driver.cuFuncSetAttribute(function, largest, SHARED_BYTES))
+    check(driver.cuFuncSetAttribute(function, largest, SHARED_BYTES))
     return function
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@cache
+def _num_cores(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 @lru_cache(maxsize=4096)
 def _encoded_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> bytes:
     """A copy engine's map for loads of [box_rows, 128] bytes of a matrix, zero beyond its edges."""
     wide, narrow = driver.cuuint64_t, driver.cuuint32_t
-    (made,) = _check(
+    (made,) = check(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
             2,
@@ -187,21 +186,21 @@ def hopper_product(
     weight_scale: Tensor,
     out: Tensor,
     out_scale: Tensor | None,
-    tile: CudaTile,
+    tile: HopperTile,
     *,
     slots: SlotRows | None = None,
 ) -> None:
     """``x weight^T`` into ``out`` bf16, gated and quantised if there is an ``out_scale``.
 
-    Without ``slots`` as ``hopper_gemm``: weight [N, K]. With ``slots``, weight [E, N, K], its last expert the
-    shared one if there are shared rows:
+    Without ``slots`` weight is [N, K]. With ``slots`` it is [E, N, K], its last expert the shared one if there
+    are shared rows:
     an up projection (``sorted_values``) takes rows x [T, K] and writes e4m3 ``out`` [num_tiles * 128, N / 2] and
     its scales by slot, the shared expert's behind the others;
     a down projection takes x [num_tiles * 128, K] by slot and writes ``out`` [num_pairs + shared_rows, N] by pair.
     Raises: ValueError if the tile does not divide the product or the results are of another kind.
     """
     gated, depth, num_columns = out_scale is not None, weight.shape[-1], out.shape[1]
-    _check_shapes(x, out, tile, depth, num_columns, gated=gated, slots=slots)
+    _check_shapes(x, out, depth, num_columns, gated=gated, slots=slots)
     tiles_n = num_columns // (GROUP if gated else 2 * GROUP)
     rows = x.values
     params = _Params(
@@ -242,7 +241,6 @@ def hopper_product(
 def _check_shapes(
     x: QuantizedRows,
     out: Tensor,
-    tile: CudaTile,
     depth: int,
     num_columns: int,
     *,
@@ -254,14 +252,8 @@ def _check_shapes(
         raise ValueError(f"columns of {num_columns} and depth {depth} do not make whole tiles")
     if not gated and out.dtype != torch.bfloat16 or gated and x.dtype != torch.bfloat16:
         raise ValueError(f"results of {out.dtype} for rows of {x.dtype}; only bf16 is served")
-    if tile.share == SHARE_ROWS and num_columns // (GROUP if gated else 2 * GROUP) % 2:
-        raise ValueError(f"columns of {num_columns} do not make pairs of tiles that share rows")
     if slots is None:
         return
-    if tile.share == SHARE_WEIGHTS:
-        raise ValueError(
-            "row tiles of experts cannot share weights: neighbours may be two experts'"
-        )
     if gated != (slots.sorted_values is not None):
         raise ValueError("an up projection is gated and has sorted rows, a down projection neither")
     by_slot = out if gated else x.values
@@ -270,7 +262,7 @@ def _check_shapes(
 
 
 def _launch(
-    tile: CudaTile,
+    tile: HopperTile,
     maps: tuple[ctypes.Array[ctypes.c_char], ...],
     params: _Params,
     *,
@@ -279,21 +271,17 @@ def _launch(
     device: torch.device,
 ) -> None:
     """On PyTorch's current stream, as many programs as there are multiprocessors or fewer."""
-    cluster = 1 if tile.share == SHARE_NOTHING else 2
-    tiles = params.tiles_m * params.tiles_n
-    cores = torch.cuda.get_device_properties(device).multi_processor_count
-    programs = min(-(-tiles // cluster), cores // cluster) * cluster
+    tiles, index = params.tiles_m * params.tiles_n, _index_of(device)
     if not tiles:
         return
-    index = torch.cuda.current_device() if device.index is None else device.index
-    function = _function(replace(tile, group_m=0), grouped, gated, index)
+    function = _function(tile.watch, grouped, gated, index)
     arguments = (*maps, params)
     addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
     stream = torch.cuda.current_stream(device).cuda_stream
-    _check(
+    check(
         driver.cuLaunchKernel(
             function,
-            programs,
+            min(tiles, _num_cores(index)),
             1,
             1,
             _THREADS,

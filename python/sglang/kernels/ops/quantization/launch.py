@@ -36,19 +36,23 @@ class GemmTile:
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Of ``hopper_gemm_kernel``: 128 rows and two parts of 128 columns; stages of 48 KB; group_m as above."""
+    """Of ``csrc/hopper_products.cu``: 128 rows and two parts of 128 columns, in 4 stages of 48 KB.
 
-    num_stages: int = 4
-    group_m: int = 16
+    group_m  as above; experts have an order of their own
+    watch    a kernel that waits for ever ends with an error; for tests of the kernel
+    """
+
+    group_m: int = 8
+    watch: bool = False
 
     @property
     def block_m(self) -> int:
         return 128
 
 
-MANY_ON_HOPPER: HopperTile | None = HopperTile(num_stages=4, group_m=16)
-"""For products of more than SMALL_ROWS rows, dense ones and experts', where ``fits_hopper`` holds, on GPUs of
-compute capability 9.0; None leaves them to the tiles below."""
+MANY_ON_HOPPER: HopperTile | None = HopperTile(group_m=8)
+"""For products of more than SMALL_ROWS rows, dense ones and experts', that ``hopper_tile`` finds served: bf16
+results in whole tiles on a GPU of compute capability 9.0. None leaves them to the tiles below."""
 
 QUANTIZE_GROUPS = 8
 """Groups of one row that a program quantises: 16 bytes a thread of its warps."""

@@ -13,16 +13,6 @@ struct alignas(64) TensorMap {
     u8 bytes[128];
 };
 
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -31,14 +21,7 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
-    asm volatile(
-        "{\n\t.reg .b32 remote;\n\t"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n\t}" ::"r"(barrier), "r"(rank) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive_here(u32 barrier) {
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
@@ -63,13 +46,6 @@ __device__ __forceinline__ void fetch(u32 to, const TensorMap *map, int k, int r
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
         ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void fetch_for_both(u32 to, const TensorMap *map, int k, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%2, %3}], [%4], %5;"
-        ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
 }
 
 // A K-major operand of 128 bytes a row, in the copy engine's swizzle of 128 bytes: atoms of 8 rows, 1024 bytes.
@@ -101,10 +77,7 @@ __device__ __forceinline__ void pin(float (&d)[64]) {
 
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-template <int PENDING>
-__device__ __forceinline__ void wait_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
+__device__ __forceinline__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 pair;

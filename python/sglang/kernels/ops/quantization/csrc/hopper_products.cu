@@ -1,15 +1,11 @@
 // Block-scaled FP8 products of many rows: x W^T of 128 rows and 256 columns an item, on sm_90a.
 //
-// A CTA has one warp group that fetches and two that multiply 64 rows each. Two CTAs on neighbouring SMs make a
-// cluster: they work on items that share an operand, each fetches half of it and the copy engine writes that half
-// into both. The L2 cache then serves 32 KB (shared weight) or 40 KB (shared rows) a step and CTA instead of 48.
+// A CTA has one warp group that fetches and two that multiply 64 rows each: while one of them scales, the tensor
+// cores work for the other. CTAs stay and take item after item, so that stages fill while the last item is stored.
 //
 // A block of K (128) is one step: four wgmma from zero, then one fp32 multiply-add a result with the product of both
 // scales, in ascending order of K. Compile-time choices:
-//   SHARE   0: no cluster; 1: the CTAs share weights (neighbouring row tiles); 2: rows (neighbouring column tiles)
-//   TURNS   1: the multiplying groups take turns: a group starts when the other's last quarter of a product runs
 //   WATCH   1: a kernel that waits for ever ends with an error instead
-//   PROBE   to find what bounds it; results are wrong. 1: nothing is fetched; 2: nothing is multiplied
 //   GROUPED rows of experts, sorted and padded to whole tiles; GATED: silu(gate) * up, quantised
 //
 // GROUPED and GATED is the up projection: rows lie by slot (place in the order of pairs), scales by source row,
@@ -43,46 +39,24 @@ struct Params {
 };
 
 constexpr int HALF = 64, GROUP = 128, STAGES = 4;
-constexpr int CLUSTER = SHARE ? 2 : 1;
 constexpr int WIDTH = GATED ? GROUP : 2 * GROUP;
 constexpr u32 X_HALF_BYTES = HALF * GROUP, W_PART_BYTES = GROUP * GROUP;
 constexpr u32 X_STAGE = 2 * X_HALF_BYTES, W_STAGE = 2 * W_PART_BYTES;
 constexpr u32 W_AT = STAGES * X_STAGE, STAGING_AT = W_AT + STAGES * W_STAGE;
 constexpr u32 STAGING_ROW = 144, STAGING_WARP = 16 * STAGING_ROW;  // 128 bytes a row and 16 against bank conflicts
-constexpr u32 FULL_AT = STAGING_AT + 8 * STAGING_WARP, EMPTY_AT = FULL_AT + 8 * STAGES, TURN_AT = EMPTY_AT + 8 * STAGES;
+constexpr u32 FULL_AT = STAGING_AT + 8 * STAGING_WARP, EMPTY_AT = FULL_AT + 8 * STAGES;
 constexpr int THREADS = 384;
 
-// Turns of the two multiplying groups. A named barrier would do, but the assembler moves it before the multiply-adds
-// that shall run while the other group's turn lasts; a loop it does not move.
-struct Turns {
-    u32 own, other, parity;
-    __device__ __forceinline__ Turns(u32 smem, int side)
-        : own(smem + TURN_AT + 8 * side), other(smem + TURN_AT + 8 * (1 - side)), parity(1 - side) {}
-    __device__ __forceinline__ void take() {
-        if (TURNS) barrier_wait(own, parity);
-        parity ^= 1;
-    }
-    __device__ __forceinline__ void pass() {
-        if (TURNS && threadIdx.x % 32 == 0) barrier_arrive_here(other);
-    }
-};
-
 // d = 64 rows times 128 columns of one block of K
-__device__ __forceinline__ void multiply(float (&d)[64], u64 x, u64 w, Turns &turns) {
-    turns.take();
+__device__ __forceinline__ void multiply(float (&d)[64], u64 x, u64 w) {
     pin(d);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     multiply_quarter(d, x, w, 0);
     multiply_quarter(d, x + 2, w + 2, 1);
     multiply_quarter(d, x + 4, w + 4, 1);
-    if (TURNS) commit();
     multiply_quarter(d, x + 6, w + 6, 1);
     commit();
-    if (TURNS) {
-        wait_products<1>();
-        turns.pass();
-    }
-    wait_products<0>();
+    wait_products();
     pin(d);
 }
 
@@ -205,30 +179,14 @@ struct Item {
     int m, n;
 };
 
-__device__ __forceinline__ int units_n(const Params &p) { return SHARE == 2 ? p.tiles_n / 2 : p.tiles_n; }
-
-__device__ __forceinline__ int num_units(const Params &p) {
-    return (SHARE == 1 ? (p.tiles_m + 1) / 2 : p.tiles_m) * units_n(p);
-}
-
-// Row and column tile of this CTA in unit i of a cluster's. GROUPED: columns fastest, so that an expert's units meet
-// in time; otherwise bands of rows, rows fastest.
-__device__ __forceinline__ Item place_of(const Params &p, int i, int rank) {
-    Item at;
-    if (GROUPED) {
-        at.m = i / units_n(p);
-        at.n = i % units_n(p);
-    } else {
-        const int units_m = SHARE == 1 ? (p.tiles_m + 1) / 2 : p.tiles_m;
-        const int band = p.group_m * units_n(p);
-        const int first = i / band * p.group_m;
-        const int height = min(units_m - first, p.group_m);
-        at.m = first + i % band % height;
-        at.n = i % band / height;
-    }
-    if (SHARE == 1) at.m = 2 * at.m + rank;
-    if (SHARE == 2) at.n = 2 * at.n + rank;
-    return at;
+// Row and column tile of item i. GROUPED: columns fastest, so that an expert's items meet in time; otherwise bands of
+// rows, rows fastest.
+__device__ __forceinline__ Item place_of(const Params &p, int i) {
+    if (GROUPED) return {i / p.tiles_n, i % p.tiles_n};
+    const int band = p.group_m * p.tiles_n;
+    const int first = i / band * p.group_m;
+    const int height = min(p.tiles_m - first, p.group_m);
+    return {first + i % band % height, i % band / height};
 }
 
 __device__ __forceinline__ int expert_of(const Params &p, int m) {
@@ -251,19 +209,19 @@ __device__ __forceinline__ int scale_row_of(const Params &p, int m, int slot, in
 }
 
 __device__ void fetch_items(
-    const TensorMap *map_x, const TensorMap *map_shared, const TensorMap *map_w, const Params &p, u32 smem, int rank) {
-    const int stride = gridDim.x / CLUSTER, total = num_units(p);
+    const TensorMap *map_x, const TensorMap *map_shared, const TensorMap *map_w, const Params &p, u32 smem) {
+    const int stride = gridDim.x, total = p.tiles_m * p.tiles_n;
     const int apart = GATED ? p.num_columns : GROUP;
     const int weight_rows = GATED ? 2 * p.num_columns : p.num_columns;
     Ring ring;
-    int i = blockIdx.x / CLUSTER;
-    Item next = place_of(p, min(i, total - 1), rank);
+    int i = blockIdx.x;
+    Item next = place_of(p, min(i, total - 1));
     int next_expert = expert_of(p, next.m), next_high = result_of(p, next.m, HALF);
     for (; i < total; i += stride) {
         const Item at = next;
         const int expert = next_expert;
         const bool has_high = !GROUPED || next_high >= 0;
-        next = place_of(p, min(i + stride, total - 1), rank);
+        next = place_of(p, min(i + stride, total - 1));
         next_expert = expert_of(p, next.m);
         next_high = result_of(p, next.m, HALF);
         if (expert < 0) continue;
@@ -278,33 +236,18 @@ __device__ void fetch_items(
             const u32 x = smem + ring.stage * X_STAGE, w = smem + W_AT + ring.stage * W_STAGE;
             const int k = step * GROUP;
             barrier_wait(smem + EMPTY_AT + 8 * ring.stage, ring.phase ^ 1);
-            if (PROBE == 1) {
-                barrier_arrive_here(full);
-                ring.advance();
-                continue;
-            }
             barrier_expect(full, bytes);
-            if (SHARE == 2) {
-                if (rank == 0 || has_high)
-                    fetch_for_both(x + rank * X_HALF_BYTES, map, k, row + rank * HALF, full);
-            } else {
-                fetch(x, map, k, row, full);
-                if (has_high) fetch(x + X_HALF_BYTES, map, k, row + HALF, full);
-            }
-            if (SHARE == 1) {
-                fetch_for_both(w + rank * W_PART_BYTES, map_w, k, w_row + rank * apart, full);
-            } else {
-                fetch(w, map_w, k, w_row, full);
-                fetch(w + W_PART_BYTES, map_w, k, w_row + apart, full);
-            }
+            fetch(x, map, k, row, full);
+            if (has_high) fetch(x + X_HALF_BYTES, map, k, row + HALF, full);
+            fetch(w, map_w, k, w_row, full);
+            fetch(w + W_PART_BYTES, map_w, k, w_row + apart, full);
             ring.advance();
         }
     }
 }
 
 __device__ __forceinline__ void release(u32 smem, int stage) {
-    const int lane = threadIdx.x % 32;
-    if (lane < CLUSTER) barrier_arrive(smem + EMPTY_AT + 8 * stage, CLUSTER == 1 ? 0 : lane);
+    if (threadIdx.x % 32 == 0) barrier_arrive(smem + EMPTY_AT + 8 * stage);
 }
 
 // Where the scales of this thread's two rows and of both column parts begin, and the first of each
@@ -333,24 +276,18 @@ struct Scales {
 };
 
 // 64 rows of padding, or nothing to do: only let the stages go
-__device__ __forceinline__ void skip_steps(const Params &p, u32 smem, Ring &ring, Turns &turns) {
+__device__ __forceinline__ void skip_steps(const Params &p, u32 smem, Ring &ring) {
 #pragma unroll 1
     for (int step = 0; step < p.num_steps; ++step) {
         barrier_wait(smem + FULL_AT + 8 * ring.stage, ring.phase);
         __syncwarp();
         release(smem, ring.stage);
         ring.advance();
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-            turns.take();
-            turns.pass();
-        }
     }
 }
 
 __device__ __forceinline__ void multiply_steps(
-    const Params &p, u32 smem, int side, Ring &ring, Turns &turns, Scales &scales, float (&sum)[64],
-    float (&sum2)[64]) {
+    const Params &p, u32 smem, int side, Ring &ring, Scales &scales, float (&sum)[64], float (&sum2)[64]) {
     float part[64];
 #pragma unroll
     for (int j = 0; j < 64; ++j) sum[j] = sum2[j] = 0.0f;
@@ -363,9 +300,9 @@ __device__ __forceinline__ void multiply_steps(
         const float low_two = scales.low * scales.two, high_two = scales.high * scales.two;
         barrier_wait(smem + FULL_AT + 8 * ring.stage, ring.phase);
         scales.load(min(step + 1, p.num_steps - 1));
-        multiply(part, x, w, turns);
+        multiply(part, x, w);
         add_scaled(sum, part, low_one, high_one);
-        multiply(part, x, w2, turns);
+        multiply(part, x, w2);
         release(smem, ring.stage);
         add_scaled(sum2, part, low_two, high_two);
         ring.advance();
@@ -374,35 +311,34 @@ __device__ __forceinline__ void multiply_steps(
 
 // Half ``side`` of every item's rows. Where an item's rows lie is read while the one before it is multiplied, its
 // first scales before the one before it is stored.
-__device__ void multiply_items(const Params &p, u32 smem, int rank, int side) {
-    const int stride = gridDim.x / CLUSTER, total = num_units(p);
+__device__ void multiply_items(const Params &p, u32 smem, int side) {
+    const int stride = gridDim.x, total = p.tiles_m * p.tiles_n;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
     const int low_slot = side * HALF + warp * 16 + lane / 4, high_slot = low_slot + 8;
     const u32 staging = smem + STAGING_AT + (4 * side + warp) * STAGING_WARP;
     Ring ring;
-    Turns turns(smem, side);
     Scales scales;
-    int i = blockIdx.x / CLUSTER;
-    Item next = place_of(p, min(i, total - 1), rank);
+    int i = blockIdx.x;
+    Item next = place_of(p, min(i, total - 1));
     int next_expert = expert_of(p, next.m), next_first = result_of(p, next.m, side * HALF);
     int next_low = result_of(p, next.m, low_slot), next_high = result_of(p, next.m, high_slot);
     scales.locate(p, next, next_expert, low_slot, high_slot, next_low, next_high);
     for (; i < total; i += stride) {
         const Item at = next;
         const int expert = next_expert, low = next_low, high = next_high;
-        const bool live = next_first >= 0 && PROBE != 2;
-        next = place_of(p, min(i + stride, total - 1), rank);
+        const bool live = next_first >= 0;
+        next = place_of(p, min(i + stride, total - 1));
         next_expert = expert_of(p, next.m);
         next_first = result_of(p, next.m, side * HALF);
         next_low = result_of(p, next.m, low_slot);
         next_high = result_of(p, next.m, high_slot);
         if (expert < 0 || !live) {
-            if (expert >= 0) skip_steps(p, smem, ring, turns);
+            if (expert >= 0) skip_steps(p, smem, ring);
             scales.locate(p, next, next_expert, low_slot, high_slot, next_low, next_high);
             continue;
         }
         float sum[64], sum2[64];
-        multiply_steps(p, smem, side, ring, turns, scales, sum, sum2);
+        multiply_steps(p, smem, side, ring, scales, sum, sum2);
         scales.locate(p, next, next_expert, low_slot, high_slot, next_low, next_high);
         const int column = at.n * WIDTH;
         if (GATED) {
@@ -419,41 +355,27 @@ __device__ void multiply_items(const Params &p, u32 smem, int rank, int side) {
     }
 }
 
-#if SHARE
-#define IN_CLUSTERS __cluster_dims__(2, 1, 1)
-#else
-#define IN_CLUSTERS
-#endif
-
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1) hopper_product(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_product(
     const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_shared,
     const __grid_constant__ TensorMap map_w, const __grid_constant__ Params p) {
     extern __shared__ u8 raw[];
     const u32 smem = ((u32)__cvta_generic_to_shared(raw) + 1023) & ~1023u;
-    const int rank = CLUSTER == 1 ? 0 : (int)cluster_rank();
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(smem + FULL_AT + 8 * stage, 1);
-            barrier_init(smem + EMPTY_AT + 8 * stage, 8 * CLUSTER);
+            barrier_init(smem + EMPTY_AT + 8 * stage, 8);
         }
-        barrier_init(smem + TURN_AT, 4);
-        barrier_init(smem + TURN_AT + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncwarp();
-    if (CLUSTER == 1) {
-        __syncthreads();
-    } else {
-        cluster_sync();
-    }
+    __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the same for a warp
     if (group == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == 256) fetch_items(&map_x, &map_shared, &map_w, p, smem, rank);
+        if (threadIdx.x == 256) fetch_items(&map_x, &map_shared, &map_w, p, smem);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        multiply_items(p, smem, rank, group);
+        multiply_items(p, smem, group);
     }
+    // without a place where all paths meet, the assembler takes a step's scales through registers of the whole warp
     __syncwarp();
-    if (CLUSTER == 2) cluster_sync();  // a CTA must not leave while the other writes to it
 }
