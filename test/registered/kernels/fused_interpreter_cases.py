@@ -10,6 +10,7 @@ from sglang.kernels import triton_support
 from sglang.kernels.ops.fused.argmax import argmax_rows
 from sglang.kernels.ops.fused.narrow import NarrowTile, narrow_linear
 from sglang.kernels.ops.fused.rows import (
+    GateLaunch,
     add_rms_norm,
     gated_rms_norm,
     gated_rms_norm_quantized,
@@ -189,6 +190,74 @@ def test_gates_quantised_at_once_are_the_gates_quantised_later(dtype, heads, siz
     assert_same_rows(sigmoid_mul_quantized(o, z), sigmoid_mul(o, z))
     both = draw(7, 2 * heads * size, seed=3, dtype=dtype)
     assert_same_rows(silu_mul_quantized(both), silu_mul(both))
+
+
+PAIRS = [
+    GateLaunch(elements=elements, num_warps=warps, pairs=True, evict=evict)
+    for elements, warps, evict in ((2048, 4, ""), (1024, 2, "evict_first"), (4096, 4, ""))
+]
+
+
+def hard_values(rows: int, heads: int, size: int, *, seed: int) -> torch.Tensor:
+    """bf16 values with zeros of both signs, subnormal and huge ones, by whole heads and alone."""
+    x = draw(rows, heads, size, seed=seed)
+    x[0, 0] *= 2.0**-120
+    x[1, 0] *= 2.0**-131
+    x[2, 0] *= 2.0**100
+    x[3, 0] = -0.0
+    x[4, 0, ::3] *= 60.0
+    x[5, 0, ::2] = -0.0
+    return x.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("launch", PAIRS)
+@pytest.mark.parametrize(("heads", "size"), [(3, 128), (2, 40), (5, 256)])
+def test_gates_in_pairs_keep_every_bit(launch, heads, size):
+    """A flushed subnormal, a lost -0, a clamp of NaN or infinity, an item of another head."""
+    o, z = hard_values(7, heads, size, seed=0), hard_values(7, heads, size + 16, seed=1)[..., 16:]
+    z[5] *= 40.0
+    o[6, 0, 1], o[6, 1, 2] = float("inf"), float("nan")
+    weight, both = draw(size, seed=2), hard_values(7, 1, 2 * heads * size, seed=3)[:, 0]
+    plain = GateLaunch()
+    for activation in ("silu", "sigmoid"):
+        given = {"activation": activation}
+        wants = gated_rms_norm(o, z, weight, EPS, **given, launch=plain)
+        got = gated_rms_norm(o, z, weight, EPS, **given, launch=launch)
+        assert torch.equal(got.view(torch.int16), wants.view(torch.int16))
+        want_rows = gated_rms_norm_quantized(o, z, weight, EPS, **given, launch=plain)
+        got_rows = gated_rms_norm_quantized(o, z, weight, EPS, **given, launch=launch)
+        assert_same_bits(got_rows, want_rows)
+    assert_same_bits(
+        sigmoid_mul_quantized(o, z, launch=launch), sigmoid_mul_quantized(o, z, launch=plain)
+    )
+    assert_same_bits(
+        silu_mul_quantized(both, launch=launch), silu_mul_quantized(both, launch=plain)
+    )
+    got, want = silu_mul(both, launch=launch), silu_mul(both, launch=plain)
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+def assert_same_bits(got: QuantizedRows, want: QuantizedRows) -> None:
+    assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
+    assert torch.equal(got.scale.view(torch.int32), want.scale.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    "exponent", [0] if triton_support.INTERPRETING else [0, -60, -122, 62, 127]
+)
+def test_every_quotient_of_two_bf16_mantissas(exponent):
+    """Rounded as the exact division rounds, from a reciprocal in two parts."""
+    octaves = 2 if triton_support.INTERPRETING else 20
+    mantissas = 1.0 + torch.arange(128, dtype=torch.float64) / 128
+    x = mantissas.repeat(octaves, 128, 1)
+    x *= 2.0 ** -torch.arange(octaves, dtype=torch.float64)[:, None, None]
+    x[..., 0] = mantissas
+    x = torch.minimum(x, x[..., :1]) * 2.0**exponent
+    rows = x.view(-1, 1, 128).to(torch.bfloat16).to(DEVICE)
+    gate = torch.full_like(rows, 100.0)
+    want = sigmoid_mul_quantized(rows, gate, launch=GateLaunch())
+    assert torch.equal(sigmoid_mul(rows, gate, launch=GateLaunch()), rows)
+    assert_same_bits(sigmoid_mul_quantized(rows, gate, launch=PAIRS[0]), want)
 
 
 def test_rows_that_hold_nan_leave_the_others_alone():

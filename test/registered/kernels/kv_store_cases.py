@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from sglang.kernels import triton_support
-from sglang.kernels.ops.attention.paged.store import NormRope, norm_rope_store, store_kv
+from sglang.kernels.ops.attention.paged.store import (
+    NormRope,
+    StoreLaunch,
+    norm_rope_store,
+    store_kv,
+)
 from sglang.kernels.ops.fused.rows import norm_rope
 from sglang.srt.mem_cache.pool.kv_pool import MHATokenToKVPool
 
@@ -105,6 +110,36 @@ def test_the_fused_form_equals_its_parts(gate):
     torch.testing.assert_close(got[live], parts[0][live], **close)
     torch.testing.assert_close(keys, want_keys, **close)
     assert torch.equal(values[slots[live]], want_values[slots[live]])
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize(("dim", "half"), [(24, 4), (256, 32)])
+def test_heads_side_by_side_are_heads_alone(heads, dim, half):
+    """A partner of another head, a key head with a query's weight, -0 turned to 0 beyond the rotated dims."""
+    q, k, v = projections(heads=5, dim=dim, dtype=torch.bfloat16, gate=True)
+    q[0, 0, -4:] = -0.0
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(2, dim, generator=generator).to(DEVICE)
+    angles = torch.rand(40, half, generator=generator).to(DEVICE) * 6
+    norm = NormRope(weights[0], weights[1], angles.cos(), angles.sin(), 1e-6, True)
+    positions = torch.tensor([7, 0, 8, 30, 0], device=DEVICE)
+    slots = torch.tensor(SLOTS, device=DEVICE)
+    results = []
+    for launch in (StoreLaunch(), StoreLaunch(heads=heads), StoreLaunch(heads, 2, "evict_first")):
+        keys, values = (poisoned(torch.bfloat16, dim=dim) for _ in range(2))
+        pools = {"k_buffer": keys, "v_buffer": values}
+        out = norm_rope_store(
+            q, k, v, norm, positions=positions, slots=slots, **pools, launch=launch
+        )
+        results.append([out[slots >= 0], keys, values])
+    for result in results[1:]:
+        for got, want in zip(result, results[0], strict=True):
+            if (
+                triton_support.INTERPRETING
+            ):  # it adds the squares of one head and of several differently
+                torch.testing.assert_close(got, want, rtol=8e-3, atol=1e-6, equal_nan=True)
+            else:
+                assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])

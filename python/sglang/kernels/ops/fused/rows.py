@@ -18,6 +18,10 @@ from sglang.kernels.ops.quantization.fp8 import quantize
 from sglang.kernels.ops.quantization.rows import GROUP, NormedRows, QuantizedRows, num_groups
 
 if triton_support.AVAILABLE:
+    from sglang.kernels.ops.fused.gate_kernels import (
+        gate_mul_pairs_kernel,
+        gated_norm_pairs_kernel,
+    )
     from sglang.kernels.ops.fused.row_kernels import (
         gate_mul_kernel,
         gated_norm_kernel,
@@ -25,8 +29,24 @@ if triton_support.AVAILABLE:
         rms_norm_kernel,
     )
 
-_TILE = 2048
-"""Elements of a program that holds several heads or groups: 16 a thread of four warps."""
+
+@dataclass(frozen=True)
+class GateLaunch:
+    """How the gated norm and the gates run; no choice changes a bit.
+
+    elements  of a program, which holds several heads or groups
+    pairs     the kernels with fewer instructions (`gate_kernels.py`), in place of those in `row_kernels.py`
+    evict     what the L2 cache is told of the inputs: "" or "evict_first"
+    """
+
+    elements: int = 2048
+    num_warps: int = 4
+    pairs: bool = False
+    evict: str = ""
+
+
+GATED_NORM = GateLaunch()
+GATE_MUL = GateLaunch()
 
 
 def _block(size: int) -> int:
@@ -168,23 +188,37 @@ def _launch_norm(
     )
 
 
-def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, *, activation: str) -> Tensor:
+def gated_rms_norm(
+    o: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    activation: str,
+    launch: GateLaunch = GATED_NORM,
+) -> Tensor:
     """``norm(o) * weight * act(z)`` per head of o, z [T, N, d]; "silu" or "sigmoid". [T, N, d] as z's dtype."""
     out = torch.empty(o.shape, dtype=z.dtype, device=z.device)
-    _launch_gated_norm(o, z, weight, out, None, eps, activation)
+    _launch_gated_norm(o, z, weight, out, None, eps, activation, launch)
     return out
 
 
 def gated_rms_norm_quantized(
-    o: Tensor, z: Tensor, weight: Tensor, eps: float, *, activation: str
+    o: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    activation: str,
+    launch: GateLaunch = GATED_NORM,
 ) -> QuantizedRows:
     """``gated_rms_norm`` as FP8 rows [T, N * d]."""
     num_rows, num_heads, size = o.shape
     if size != GROUP:
-        gated = gated_rms_norm(o, z, weight, eps, activation=activation)
+        gated = gated_rms_norm(o, z, weight, eps, activation=activation, launch=launch)
         return quantize(gated.view(num_rows, num_heads * size))
     out = QuantizedRows.empty(num_rows, num_heads * size, dtype=z.dtype, device=z.device)
-    _launch_gated_norm(o, z, weight, out.values, out.scale, eps, activation)
+    _launch_gated_norm(o, z, weight, out.values, out.scale, eps, activation, launch)
     return out
 
 
@@ -196,13 +230,40 @@ def _launch_gated_norm(
     scale: Tensor | None,
     eps: float,
     activation: str,
+    launch: GateLaunch,
 ) -> None:
     num_rows, num_heads, size = o.shape
     num_items = num_rows * num_heads
     if not out.numel():
         return
     block = _block(size)
-    block_h = max(1, _TILE // block)
+    block_h = max(1, launch.elements // block)
+    options = overlapping(o)
+    if launch.pairs:
+        gated_norm_pairs_kernel[(-(-num_items // block_h),)](
+            o,
+            z,
+            weight,
+            out,
+            out if scale is None else scale,
+            o.stride(0),
+            o.stride(1),
+            z.stride(0),
+            z.stride(1),
+            num_items,
+            eps,
+            NUM_HEADS=num_heads,
+            SIZE=size,
+            SILU=activation == "silu",
+            QUANTIZE=scale is not None,
+            BLOCK_H=block_h,
+            BLOCK=block,
+            PAIRED=_in_pairs(options, o, z),
+            EVICT=launch.evict,
+            **options,
+            num_warps=launch.num_warps,
+        )
+        return
     gated_norm_kernel[(-(-num_items // block_h),)](
         o,
         z,
@@ -221,9 +282,14 @@ def _launch_gated_norm(
         QUANTIZE=scale is not None,
         BLOCK_H=block_h,
         BLOCK=block,
-        **overlapping(o),
-        num_warps=4,
+        **options,
+        num_warps=launch.num_warps,
     )
+
+
+def _in_pairs(options: dict[str, bool], *rows: Tensor) -> bool:
+    """Whether ``rows`` are bf16 on a device of compute capability 9.0 or later, which ``options`` are for."""
+    return options["OVERLAP"] and all(x.dtype is torch.bfloat16 for x in rows)
 
 
 def norm_rope(
@@ -265,47 +331,79 @@ def norm_rope(
     return out
 
 
-def silu_mul(both: Tensor) -> Tensor:
+def silu_mul(both: Tensor, *, launch: GateLaunch = GATE_MUL) -> Tensor:
     """``silu(gate) * up`` of both [T, 2I], gate columns first. Returns [T, I]."""
     gate, up = both.unsqueeze(1).chunk(2, dim=-1)
     out = torch.empty((both.shape[0], up.shape[-1]), dtype=both.dtype, device=both.device)
-    _launch_gate_mul(up, gate, out, None, silu=True)
+    _launch_gate_mul(up, gate, out, None, silu=True, launch=launch)
     return out
 
 
-def silu_mul_quantized(both: Tensor) -> QuantizedRows:
+def silu_mul_quantized(both: Tensor, *, launch: GateLaunch = GATE_MUL) -> QuantizedRows:
     """``silu_mul`` as FP8 rows [T, I]."""
     gate, up = both.unsqueeze(1).chunk(2, dim=-1)
     out = QuantizedRows.empty(both.shape[0], up.shape[-1], dtype=both.dtype, device=both.device)
-    _launch_gate_mul(up, gate, out.values, out.scale, silu=True)
+    _launch_gate_mul(up, gate, out.values, out.scale, silu=True, launch=launch)
     return out
 
 
-def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+def sigmoid_mul(x: Tensor, gate: Tensor, *, launch: GateLaunch = GATE_MUL) -> Tensor:
     """``x * sigmoid(gate)`` of x, gate [T, N, d]. Returns [T, N, d] in x's dtype."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_gate_mul(x, gate, out, None, silu=False)
+    _launch_gate_mul(x, gate, out, None, silu=False, launch=launch)
     return out
 
 
-def sigmoid_mul_quantized(x: Tensor, gate: Tensor) -> QuantizedRows:
+def sigmoid_mul_quantized(
+    x: Tensor, gate: Tensor, *, launch: GateLaunch = GATE_MUL
+) -> QuantizedRows:
     """``sigmoid_mul`` as FP8 rows [T, N * d]."""
     num_rows, num_heads, size = x.shape
     if size % GROUP and num_heads > 1:
-        return quantize(sigmoid_mul(x, gate).view(num_rows, num_heads * size))
+        return quantize(sigmoid_mul(x, gate, launch=launch).view(num_rows, num_heads * size))
     out = QuantizedRows.empty(num_rows, num_heads * size, dtype=x.dtype, device=x.device)
-    _launch_gate_mul(x, gate, out.values, out.scale, silu=False)
+    _launch_gate_mul(x, gate, out.values, out.scale, silu=False, launch=launch)
     return out
 
 
 def _launch_gate_mul(
-    x: Tensor, gate: Tensor, out: Tensor, scale: Tensor | None, *, silu: bool
+    x: Tensor,
+    gate: Tensor,
+    out: Tensor,
+    scale: Tensor | None,
+    *,
+    silu: bool,
+    launch: GateLaunch,
 ) -> None:
     num_rows, num_heads, size = x.shape
     num_items = num_rows * num_heads * num_groups(size)
     if not out.numel():
         return
-    block_g = _TILE // GROUP
+    block_g = launch.elements // GROUP
+    options = overlapping(x)
+    if launch.pairs:
+        gate_mul_pairs_kernel[(-(-num_items // block_g),)](
+            x,
+            gate,
+            out,
+            out if scale is None else scale,
+            x.stride(0),
+            x.stride(1),
+            gate.stride(0),
+            gate.stride(1),
+            num_items,
+            NUM_HEADS=num_heads,
+            SIZE=size,
+            SILU=silu,
+            QUANTIZE=scale is not None,
+            BLOCK_G=block_g,
+            GROUP=GROUP,
+            PAIRED=_in_pairs(options, x, gate),
+            EVICT=launch.evict,
+            **options,
+            num_warps=launch.num_warps,
+        )
+        return
     gate_mul_kernel[(-(-num_items // block_g),)](
         x,
         gate,
@@ -322,6 +420,6 @@ def _launch_gate_mul(
         QUANTIZE=scale is not None,
         BLOCK_G=block_g,
         GROUP=GROUP,
-        **overlapping(x),
-        num_warps=4,
+        **options,
+        num_warps=launch.num_warps,
     )

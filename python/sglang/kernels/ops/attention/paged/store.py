@@ -11,6 +11,7 @@ from sglang.kernels import triton_support
 from sglang.kernels.launch_overlap import overlapping
 
 if triton_support.AVAILABLE:
+    from sglang.kernels.ops.attention.paged.store_heads_kernel import norm_rope_store_heads_kernel
     from sglang.kernels.ops.attention.paged.store_kernel import (
         norm_rope_store_kernel,
         store_kv_kernel,
@@ -31,6 +32,22 @@ class NormRope:
     sin: Tensor
     eps: float
     unit_offset: bool
+
+
+@dataclass(frozen=True)
+class StoreLaunch:
+    """How ``norm_rope_store`` runs; no choice changes a bit.
+
+    heads  of a row a program; 0: one, by the kernel that loads a head and its rotated partner
+    evict  what the L2 cache is told of the inputs: "" or "evict_first"
+    """
+
+    heads: int = 0
+    num_warps: int = 1
+    evict: str = ""
+
+
+STORE = StoreLaunch()
 
 
 def store_kv(k: Tensor, v: Tensor, slots: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> None:
@@ -75,6 +92,7 @@ def norm_rope_store(
     slots: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
+    launch: StoreLaunch = STORE,
 ) -> Tensor:
     """Norm and rotate q [T, N, d] and k [T, Nkv, d] at ``positions`` [T]; write k and v to ``slots`` [T].
 
@@ -87,7 +105,10 @@ def norm_rope_store(
     if not num_rows:
         return out
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
-    block = _block(head_dim)
+    block, half = _block(head_dim), norm.cos.shape[1]
+    if launch.heads and block % (2 * half) == 0:
+        _store_heads(q, k, v, norm, positions, slots, out, k_buffer, v_buffer, launch)
+        return out
     norm_rope_store_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
         q,
         k,
@@ -115,7 +136,7 @@ def norm_rope_store(
         v_buffer.stride(1),
         num_heads,
         num_kv_heads,
-        norm.cos.shape[1],
+        half,
         norm.eps,
         UNIT_OFFSET=norm.unit_offset,
         HEAD_DIM=head_dim,
@@ -124,6 +145,62 @@ def norm_rope_store(
         num_warps=max(1, block // 256),
     )
     return out
+
+
+def _store_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norm: NormRope,
+    positions: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    launch: StoreLaunch,
+) -> None:
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    tiles = -(-num_heads // launch.heads) + 2 * -(-num_kv_heads // launch.heads)
+    options = overlapping(q)
+    norm_rope_store_heads_kernel[(num_rows * tiles,)](
+        q,
+        k,
+        v,
+        norm.q_weight,
+        norm.k_weight,
+        norm.cos,
+        norm.sin,
+        positions,
+        slots,
+        out,
+        k_buffer,
+        v_buffer,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        out.stride(0),
+        out.stride(1),
+        k_buffer.stride(0),
+        v_buffer.stride(0),
+        k_buffer.stride(1),
+        v_buffer.stride(1),
+        norm.eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=norm.cos.shape[1],
+        UNIT_OFFSET=norm.unit_offset,
+        HEAD_DIM=head_dim,
+        BLOCK_D=_block(head_dim),
+        BLOCK_H=launch.heads,
+        PAIRED=options["OVERLAP"] and q.dtype is torch.bfloat16 and k.dtype is torch.bfloat16,
+        EVICT=launch.evict,
+        **options,
+        num_warps=launch.num_warps,
+    )
 
 
 def _dense_rows(x: Tensor) -> Tensor:
