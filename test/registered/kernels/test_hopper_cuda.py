@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sglang.kernels.ops.quantization import hopper_cuda, launch
+from sglang.kernels.ops.quantization.launch import HopperTile
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kernel_cases import run_cases
 
@@ -33,8 +34,8 @@ def test_the_cuda_product_agrees_with_the_reference():
 @pytest.mark.skipif(not hopper_cuda.HAS_BINDINGS, reason="needs cuda-bindings with NVRTC")
 @EVERY_FORM
 def test_the_cuda_product_compiles(grouped, gated):
-    for watch in (False, True):
-        cubin = hopper_cuda.compile_cubin(grouped=grouped, gated=gated, watch=watch)
+    for tile in (HopperTile(), HopperTile(watch=True)):
+        cubin = hopper_cuda.compile_cubin(tile, grouped=grouped, gated=gated)
         assert cubin[:4] == b"\x7fELF"
 
 
@@ -42,7 +43,7 @@ def test_the_cuda_product_compiles(grouped, gated):
 @EVERY_FORM
 def test_the_cuda_product_has_its_sums_in_registers(grouped, gated, tmp_path):
     """Catches sums that spill: the multiplying groups have 232 registers a thread and the others 40."""
-    defines = [f"-DGROUPED={int(grouped)}", f"-DGATED={int(gated)}", "-DWATCH=0"]
+    defines = [f"-DGROUPED={int(grouped)}", f"-DGATED={int(gated)}", "-DWATCH=0", "-DTURNS=0"]
     command = ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", *defines]
     command += ["-o", str(tmp_path / "kernel.cubin"), str(hopper_cuda.SOURCE)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -92,7 +93,7 @@ def test_the_choice_is_of_prompts_whole_tiles_and_bf16(pretended):
     pretended.setattr(hopper_cuda, "_function", lambda *kind: loaded.append(kind))
     assert choose(launch.SMALL_ROWS) is None and not loaded
     assert choose(launch.SMALL_ROWS + 1) == launch.MANY_ON_HOPPER is not None
-    assert choose() == choose(dtype=torch.bfloat16) and loaded == [(False, False, False, 0)]
+    assert choose() == choose(dtype=torch.bfloat16) and loaded == [(HopperTile(0), False, False, 0)]
     assert choose(shape=(256, 128), gated=True) and choose(shape=(3, 256, 128)) and len(loaded) == 3
     assert choose(dtype=torch.float16) is None and choose(dtype=torch.float32) is None
     assert choose(shape=(384, 256)) is None and choose(shape=(512, 64)) is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -33,7 +33,7 @@ _THREADS = 384
 _STAGES = 4
 _STAGE_BYTES = 3 * TILE_ROWS * GROUP
 _STAGING_BYTES = 8 * 16 * 144
-_BARRIER_BYTES = 2 * _STAGES * 8
+_BARRIER_BYTES = (2 * _STAGES + 2) * 8
 SHARED_BYTES = 1024 + _STAGES * _STAGE_BYTES + _STAGING_BYTES + _BARRIER_BYTES
 """As the source lays it out, and up to 1024 bytes to align it."""
 
@@ -97,7 +97,7 @@ def hopper_tile(
     columns = weight.shape[-2] // 2 if gated else weight.shape[-2]
     if not _is_hopper(weight.device) or not fits_hopper(columns, weight.shape[-1], gated=gated):
         return None
-    return tile if _is_ready(weight.device, weight.dim() == 3, gated) else None
+    return tile if _is_ready(tile, weight.device, weight.dim() == 3, gated) else None
 
 
 @cache
@@ -108,11 +108,11 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 @cache
-def _is_ready(device: torch.device, grouped: bool, gated: bool) -> bool:
+def _is_ready(tile: HopperTile, device: torch.device, grouped: bool, gated: bool) -> bool:
     reason = unavailable_reason(device)
     if reason is None:
         try:
-            _function(False, grouped, gated, _index_of(device))
+            _function(_compiled_as(tile), grouped, gated, _index_of(device))
         except (RuntimeError, OSError) as error:
             reason = str(error)
     if reason is not None:
@@ -125,17 +125,23 @@ def _say_once(reason: str) -> None:
     logger.warning("FP8 products of prompts take Triton's tiles, which are slower: %s", reason)
 
 
-def compile_cubin(*, grouped: bool, gated: bool, watch: bool = False) -> bytes:
+def compile_cubin(tile: HopperTile, *, grouped: bool, gated: bool) -> bytes:
     """Machine code for sm_90a. Raises: RuntimeError with the compiler's log."""
-    defines = {"GROUPED": int(grouped), "GATED": int(gated), "WATCH": int(watch)}
+    defines = {"GROUPED": int(grouped), "GATED": int(gated)}
+    defines |= {"WATCH": int(tile.watch), "TURNS": tile.turns}
     return compile_source(SOURCE, arch="sm_90a", defines=defines, headers=(HEADER,))
 
 
+def _compiled_as(tile: HopperTile) -> HopperTile:
+    """Tiles that are compiled alike are one: ``group_m`` is an argument."""
+    return replace(tile, group_m=0)
+
+
 @cache
-def _function(watch: bool, grouped: bool, gated: bool, device_index: int) -> object:
+def _function(tile: HopperTile, grouped: bool, gated: bool, device_index: int) -> object:
     """The loaded kernel, once per process, choices and device; its module stays loaded."""
     torch.cuda.current_stream(device_index)
-    cubin = compile_cubin(grouped=grouped, gated=gated, watch=watch)
+    cubin = compile_cubin(tile, grouped=grouped, gated=gated)
     (module,) = check(driver.cuModuleLoadData(cubin))
     (function,) = check(driver.cuModuleGetFunction(module, b"hopper_product"))
     largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -274,7 +280,7 @@ def _launch(
     tiles, index = params.tiles_m * params.tiles_n, _index_of(device)
     if not tiles:
         return
-    function = _function(tile.watch, grouped, gated, index)
+    function = _function(_compiled_as(tile), grouped, gated, index)
     arguments = (*maps, params)
     addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
     stream = torch.cuda.current_stream(device).cuda_stream
