@@ -13,10 +13,10 @@ from timing import BYTES_PER_US, Timing, copies_of, difference, floor_us, fp8_we
 from torch import Tensor
 
 from sglang.kernels.ops.fused.narrow import TILE, NarrowTile, narrow_linear
-from sglang.kernels.ops.moe.experts import ExpertRows, grouped_gated, grouped_linear
+from sglang.kernels.ops.moe.experts import grouped_gated, grouped_linear
 from sglang.kernels.ops.moe.launch import ExpertTile, expert_tiles
 from sglang.kernels.ops.moe.route import route
-from sglang.kernels.ops.moe.sort import order_by_expert
+from sglang.kernels.ops.moe.sort import ExpertRows, order_by_expert
 from sglang.kernels.ops.quantization.fp8 import (
     block_scaled_gated,
     block_scaled_linear,
@@ -54,7 +54,8 @@ EXPERTS = {"35B": {"experts": 257, "top_k": 8, "hidden": 2048, "inner": 512}}
 """The last expert is the shared one."""
 
 
-HOPPER = (HopperTile(), HopperTile(group_m=32), HopperTile(num_stages=3))
+HOPPER = tuple(HopperTile(height) for height in (4, 8, 16, 32))
+"""Of dense products; ``prompt_products.py`` times experts with that kernel."""
 
 
 def dense_tiles(rows: int) -> Iterator[GemmTile]:
@@ -151,9 +152,6 @@ def jobs(
                 found |= {(tile, count, model, what) for tile in tiles}
         if "narrow" in topics and few:
             found |= {(tile, count, model, "b, a") for tile in (TILE, *narrow_tiles())}
-        if "hopper" in topics and not few:
-            whats = ("up", "down", "in_proj") if model in EXPERTS else ("in_proj", *GATED[model])
-            found |= {(tile, count, model, what) for tile in HOPPER for what in whats}
     return sorted(found, key=str)
 
 
@@ -222,11 +220,11 @@ class ExpertCase:
             self.orders[block_m] = ExpertRows(order, self.rows * top_k, top_k, self.rows)
         return self.orders[block_m]
 
-    def up(self, tile: ExpertTile | HopperTile) -> Tensor:
+    def up(self, tile: ExpertTile) -> Tensor:
         rows = grouped_gated(self.x, *self.gate_up, self.order(tile.block_m), tile)
         return rows.values
 
-    def down(self, tile: ExpertTile | HopperTile) -> Tensor:
+    def down(self, tile: ExpertTile) -> Tensor:
         order = self.order(tile.block_m)
         return grouped_linear(self.inner, *self.down_weight, order, tile, x_by_pair=True)
 
@@ -300,18 +298,15 @@ def time_dense(
     return found
 
 
-def time_experts(case: ExpertCase, stop: float, *, hopper: bool = False) -> list[Timing]:
+def time_experts(case: ExpertCase, stop: float) -> list[Timing]:
     table = expert_tiles(case.rows, 2, fp8=True)
     found = []
     for what, own, call in (("up", table.up, case.up), ("down", table.down, case.down)):
-        tiles: Iterator[ExpertTile | HopperTile] = expert_candidates(case.rows, gated=what == "up")
-        if hopper:
-            own, tiles = MANY_ON_HOPPER or HOPPER[0], iter((own, *HOPPER))
         found += time_tiles(
             f"experts {what}",
             case.rows,
             own,
-            tiles,
+            expert_candidates(case.rows, gated=what == "up"),
             lambda tile, copy, call=call: call(tile),
             1,
             case.floor(what),

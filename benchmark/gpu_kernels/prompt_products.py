@@ -3,10 +3,9 @@
     PYTHONPATH=python python benchmark/gpu_kernels/prompt_products.py --out results.json [--budget-s 60]
 
 A process of its own times the candidates one after another and says so before each: after a crash, or silence,
-its successor goes on with the next. The first candidate of a product is the one in use and is what the others
-must equal; it is timed again at the end, which shows how far clocks have drifted. Names: s0, s1, s2 share nothing,
-weights or rows between two multiprocessors; t takes turns; g is the height of a band; "no fetches" and
-"no products" leave that out (wrong results, times of what remains).
+its successor goes on with the next. The kernel in use comes first and is timed again at the end, which shows how far
+clocks have drifted; all must equal the Triton tiles that serve other GPUs. Names: t is the number of quarters of
+one group's product after which the other's may start, g the height of a band.
 """
 
 from __future__ import annotations
@@ -32,38 +31,32 @@ SILENCE_S = 25.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """``share`` -1: the Gluon kernel in use; -2: the copy of rows to their slots."""
+    """``kernel``: the CUDA kernel, the Triton tiles, or the copy of rows to their slots."""
 
     what: str
-    share: int = -1
-    turns: bool = False
+    kernel: str = "cuda"
+    turns: int = 0
     group_m: int = 8
-    probe: int = 0
 
     @property
     def name(self) -> str:
-        if self.share < 0:
-            return "in use" if self.share == -1 else "copy"
+        if self.kernel != "cuda":
+            return self.kernel
         band = f" g{self.group_m}" if self.what in DENSE else ""
-        probe = ("", " no fetches", " no products")[self.probe]
-        return f"cuda s{self.share}{' t' if self.turns else ''}{band}{probe}"
+        return f"cuda{f' t{self.turns}' if self.turns else ''}{band}"
 
 
 def candidates() -> list[Candidate]:
     """The most telling first."""
     found = []
     for what in ("in_proj", "up", "down", "both", "out", "qkv"):
-        shares = (0, 1, 2) if what in DENSE else (0, 2)
         found.append(Candidate(what))
-        found += [Candidate(what, s, t) for s in shares for t in (False, True)]
+        found += [Candidate(what, turns=turns) for turns in (1, 2)]
         if what == "in_proj":
-            found += [Candidate(what, 1, g > 8, group_m=g) for g in (4, 16)]
-        if what in ("in_proj", "up"):
-            found += [Candidate(what, 0, t, probe=1) for t in (False, True)]
-            found += [Candidate(what, s, probe=2) for s in shares]
+            found += [Candidate(what, group_m=height) for height in (4, 16)]
         if what == "up":
-            found.append(Candidate("sort rows", -2))
-        found.append(Candidate(what))
+            found.append(Candidate("sort rows", "copy"))
+        found += [Candidate(what, "triton"), Candidate(what)]
     return found
 
 
@@ -102,10 +95,11 @@ def compile_experts() -> None:
     """In a process beside the one that times: what takes long to compile and comes later."""
     from products import once
 
-    from sglang.kernels.ops.quantization.launch import HopperTile
+    from sglang.kernels.ops.moe.launch import expert_tiles
 
-    for what in ("up", "down"):
-        once(HopperTile(), ROWS, "35B", what)
+    tiles = expert_tiles(ROWS, 2, fp8=True)
+    once(tiles.up, ROWS, "35B", "up")
+    once(tiles.down, ROWS, "35B", "down")
 
 
 def measure(candidate: Candidate) -> dict:
@@ -113,11 +107,8 @@ def measure(candidate: Candidate) -> dict:
 
     case = dense_case(candidate.what) if candidate.what in DENSE else expert_case()
     calls = case.calls(candidate)
-    line: dict = {}
-    if not candidate.probe:
-        line |= case.compare(candidate, calls[0]())
-    line |= {"us": graph_us(calls), "floor_us": case.floor(candidate.what)}
-    return line
+    line = case.compare(candidate, calls[0]())
+    return line | {"us": graph_us(calls), "floor_us": case.floor(candidate.what)}
 
 
 def compare_bits(got, want) -> dict:
@@ -167,20 +158,16 @@ class DenseCase:
         self.columns, self.depth = columns, depth
         self.weights = [fp8_weight(columns, depth) for _ in range(copies_of(columns * depth))]
         self.x = quantize(torch.randn(ROWS, depth, device="cuda", dtype=torch.bfloat16))
-        self.want = self.run(Candidate(""), 0)
+        self.want = self.run(Candidate("", "triton"), 0)
 
     def run(self, candidate: Candidate, copy: int):
-        import torch
-
         from sglang.kernels.ops.quantization.fp8 import block_scaled_linear
-        from sglang.kernels.ops.quantization.hopper_cuda import hopper_product
-        from sglang.kernels.ops.quantization.launch import HopperTile
+        from sglang.kernels.ops.quantization.launch import dense_tile
 
-        if candidate.share < 0:
-            return block_scaled_linear(self.x, *self.weights[copy], tile=HopperTile())
-        out = torch.empty((ROWS, self.columns), dtype=torch.bfloat16, device="cuda")
-        hopper_product(self.x, *self.weights[copy], out, None, cuda_tile(candidate))
-        return out
+        tile = dense_tile(ROWS, self.columns)
+        if candidate.kernel == "cuda":
+            tile = cuda_tile(candidate)
+        return block_scaled_linear(self.x, *self.weights[copy], tile=tile)
 
     def calls(self, candidate: Candidate) -> list:
         return [partial(self.run, candidate, copy) for copy in range(len(self.weights))]
@@ -196,15 +183,9 @@ class DenseCase:
 
 
 def cuda_tile(candidate: Candidate):
-    from sglang.kernels.ops.quantization.hopper_cuda import CudaTile
+    from sglang.kernels.ops.quantization.launch import HopperTile
 
-    return CudaTile(
-        candidate.share,
-        candidate.turns,
-        candidate.group_m,
-        watch=not candidate.probe,
-        probe=candidate.probe,
-    )
+    return HopperTile(candidate.group_m, watch=candidate.turns > 0, turns=candidate.turns)
 
 
 class ExpertsCase:
@@ -215,8 +196,7 @@ class ExpertsCase:
         from products import EXPERTS as SHAPES
         from products import ExpertCase
 
-        from sglang.kernels.ops.moe.experts import grouped_gated
-        from sglang.kernels.ops.quantization.launch import HopperTile
+        from sglang.kernels.ops.moe.launch import expert_tiles
         from sglang.kernels.ops.quantization.rows import FP8_DTYPE, QuantizedRows
 
         self.case = ExpertCase(SHAPES["35B"], ROWS)
@@ -234,40 +214,41 @@ class ExpertsCase:
         scale = torch.ones((len(values), inner.scale.shape[1]), device="cuda")
         scale[self.slot_of] = inner.scale
         self.inner = QuantizedRows(values.view(FP8_DTYPE), scale, torch.bfloat16)
-        tile = HopperTile()
-        self.want_up = grouped_gated(self.case.x, *self.case.gate_up, self.rows, tile)
-        self.want_down = self.case.down(tile)
+        self.triton = expert_tiles(ROWS, 2, fp8=True)
+        self.want_up = self.triton_up()
+        self.want_down = self.case.down(self.triton.down)
         self.weights = torch.rand(ROWS, self.rows.top_k, device="cuda", dtype=torch.bfloat16)
         self.gate = torch.rand(ROWS, 1, device="cuda", dtype=torch.bfloat16)
-        self.want_both = self.both(Candidate("both"))
+        self.want_both = self.both(Candidate("both", "triton"))
 
     def calls(self, candidate: Candidate) -> list:
         from sglang.kernels.ops.moe.by_slot import down_by_slot, sort_rows
-        from sglang.kernels.ops.moe.experts import grouped_gated
-        from sglang.kernels.ops.quantization.launch import HopperTile
 
-        case, rows = self.case, self.rows
-        if candidate.what == "both":
+        case, rows, what = self.case, self.rows, candidate.what
+        if what == "both":
             return [partial(self.both, candidate)]
-        if candidate.what == "sort rows":
+        if what == "sort rows":
             return [partial(sort_rows, case.x.values, rows.order, rows.top_k)]
-        if candidate.share < 0 and candidate.what == "up":
-            return [partial(grouped_gated, case.x, *case.gate_up, rows, HopperTile())]
-        if candidate.share < 0:
-            return [partial(case.down, HopperTile())]
+        if candidate.kernel == "triton":
+            return [self.triton_up if what == "up" else partial(case.down, self.triton.down)]
         tile = cuda_tile(candidate)
-        if candidate.what == "up":
+        if what == "up":
             return [partial(self.up, tile)]
         return [partial(down_by_slot, self.inner, *case.down_weight, rows, tile)]
+
+    def triton_up(self):
+        """By pair."""
+        from sglang.kernels.ops.moe.experts import grouped_gated
+
+        order = self.case.order(self.triton.block_m)
+        return grouped_gated(self.case.x, *self.case.gate_up, order, self.triton.up)
 
     def both(self, candidate: Candidate):
         """From the order of pairs to every pair's output."""
         from sglang.kernels.ops.moe.experts import run_experts
-        from sglang.kernels.ops.moe.launch import ExpertTiles
-        from sglang.kernels.ops.quantization.launch import HopperTile
 
         case = self.case
-        tile = HopperTile() if candidate.share < 0 else cuda_tile(candidate)
+        tiles = self.triton if candidate.kernel == "triton" else cuda_tile(candidate)
         (gate_up, gate_up_scale), (down, down_scale) = case.gate_up, case.down_weight
         return run_experts(
             case.x,
@@ -279,7 +260,7 @@ class ExpertsCase:
             down_scale=down_scale,
             shared_gate=self.gate,
             last_is_shared=True,
-            tiles=ExpertTiles(tile, tile, gated=True),
+            tiles=tiles,
         ).parts
 
     def up(self, tile):
@@ -319,7 +300,7 @@ class ExpertsCase:
             made = got.view(torch.uint8)[self.slot_of[pair]]
             return compare_bits(made, self.case.x.values.view(torch.uint8)[pair // self.rows.top_k])
         values, scale = got.values.view(torch.uint8), got.scale
-        if candidate.share >= 0:
+        if candidate.kernel == "cuda":
             values, scale = values[self.slot_of], scale[self.slot_of]
         line = compare_bits(values, self.want_up.values.view(torch.uint8))
         line["scales_same"] = torch.equal(scale, self.want_up.scale)

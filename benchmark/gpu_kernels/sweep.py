@@ -48,9 +48,6 @@ def groups(model: str, rows: tuple[int, ...], topics: list[str], stop: float) ->
         if "hopper" in topics and count > SMALL_ROWS:
             for what in (*products.DENSE[model], *products.GATED[model]):
                 yield partial(products.time_dense, model, what, count, stop, hopper=True)
-            if model in products.EXPERTS:
-                case = products.ExpertCase(products.EXPERTS[model], count)
-                yield partial(products.time_experts, case, stop, hopper=True)
 
 
 def report(found: list[Timing]) -> None:

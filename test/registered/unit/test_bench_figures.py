@@ -319,6 +319,8 @@ def test_a_timeline_counts_overlap_once(tmp_path):
     ("name", "us_each", "family"),
     [
         ("hopper_gemm_kernel", 304.9, "FP8 products (experts, dense)"),
+        ("hopper_product", 358.4, "FP8 products (experts, dense)"),
+        ("sort_rows_kernel", 49.0, "experts"),
         ("hopper_prefill_kernel", 2197.9, "attention"),
         ("paged_attention_kernel", 348.4, "attention"),
         ("norm_rope_store_kernel", 101.3, "attention"),
