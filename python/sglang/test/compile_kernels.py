@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -11,7 +14,8 @@ from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
 AMD = (GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx950", 64))
-SHARED_BYTES = {"cuda": 227 * 1024, "hip": 64 * 1024}
+OTHER_NVIDIA = tuple(GPUTarget("cuda", arch, 32) for arch in (80, 100, 120))
+SHARED_KB = {80: 163, 90: 227, 100: 227, 120: 99} | {target.arch: 64 for target in AMD}
 _MEMORY_ACCESS = re.compile(
     r"\b(?:ld|st|atom|red)\.(?:\w+\.)*?global|\bcp\.async|ld\.(?:acquire|relaxed)"
 )
@@ -25,6 +29,7 @@ def compile_kernel(
     constants: dict[str, Any],
     num_warps: int = 4,
     num_stages: int = 3,
+    max_registers: int | None = None,
     aligned: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Texts of ``kernel`` by dialect; arguments that are not named are int32; pointers, strides and ``aligned``
@@ -46,15 +51,28 @@ def compile_kernel(
         and signature[name] != "fp32"
         and not signature[name].startswith("tensordesc")
     }
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants, attrs),
-        target=target,
-        options={"num_warps": num_warps, "num_stages": num_stages},
-    )
-    assert compiled.metadata.shared <= SHARED_BYTES[target.backend], compiled.metadata.shared
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    if max_registers is not None and target.backend == "cuda":
+        options["maxnreg"] = max_registers
+    source = ASTSource(kernel, signature, constants, attrs)
+    compiled = triton.compile(source, target=target, options=options)
+    assert compiled.metadata.shared <= SHARED_KB[target.arch] * 1024, compiled.metadata.shared
     if constants.get("OVERLAP"):
         assert_waits_first(compiled.asm["ptx"])
     return compiled.asm
+
+
+def registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack (values spilled) a thread of the kernel in ``cubin``, by Triton's cuobjdump."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])
 
 
 def assert_waits_first(ptx: str) -> None:

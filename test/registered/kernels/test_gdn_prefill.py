@@ -15,6 +15,8 @@ register_cpu_ci(est_time=80, suite="kernels")
 register_cuda_ci(est_time=90, stage="base-b", runner_config="1-gpu-large")
 
 HEADS = [(16, 32, 128), (16, 48, 128), (2, 4, 64)]
+MOST_STACK = 64
+"""Bytes a thread that may leave registers outside the loops."""
 
 
 def test_kernels_agree_with_the_reference_in_the_interpreter():
@@ -28,7 +30,7 @@ def test_kernels_agree_with_the_reference_on_the_gpu():
 
 
 def compiled_prefill(target, kind: str, heads: tuple[int, int, int], tiles):
-    """Texts of the chunk kernel and of the state kernel."""
+    """Texts of the chunk kernel and of the state kernel that serves every GPU."""
     from sglang.kernels.ops.attention.fla import prefill_kernels
     from sglang.test.compile_kernels import compile_kernel
 
@@ -47,18 +49,16 @@ def compiled_prefill(target, kind: str, heads: tuple[int, int, int], tiles):
     columns = {"q": dim, "k": dim, "v": block_v, "solved": 64, "attn": 64, "out": block_v}
     fetched = {f"{name}_rows": f"tensordesc<{kind}[64,{size}]>" for name, size in columns.items()}
     pointers = rows | vectors | tables | {"scale": "fp32"}
-    solve = {"HEADS": chunk.heads, "BASE": chunk.base, "SOLVE": chunk.solve_precision}
-    solve["BACKWARDS"] = chunk.backwards
     names = prefill_kernels.prefill_chunk_kernel.arg_names
     inverse = compile_kernel(
         prefill_kernels.prefill_chunk_kernel,
         target=target,
         pointers=pointers,
         constants={name: shape[name] for name in names if name in shape}
-        | solve
-        | {"BLOCK_D": min(chunk.block_d, dim)},
+        | {"SOLVE": chunk.solve_precision, "BLOCK_D": min(chunk.block_d, dim)},
         num_warps=chunk.num_warps,
         num_stages=chunk.num_stages,
+        max_registers=chunk.max_registers,
     )
     walk = compile_kernel(
         prefill_kernels.prefill_state_kernel,
@@ -74,47 +74,40 @@ def compiled_prefill(target, kind: str, heads: tuple[int, int, int], tiles):
     return inverse, walk
 
 
-@pytest.mark.parametrize("name", ["FEW_HALF", "MANY_HALF"])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_prefill_compiles_for_hopper(heads, name):
-    """A tile that does not fit the chip, products that miss the tensor cores' asynchronous path, 32-bit products
-    in the inverse, whole chunks fetched word by word."""
+def test_prefill_compiles_for_hopper(heads):
+    """A tile that does not fit the chip or its bound on registers, products that miss the tensor cores'
+    asynchronous path, 32-bit products in the inverse, a value of a block of 16 that leaves its thread (only
+    products of the whole matrix go through memory), whole chunks fetched word by word."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from sglang.kernels.ops.attention.fla import prefill_launch
-    from sglang.test.compile_kernels import HOPPER
+    from sglang.kernels.ops.attention.fla.prefill_launch import HALF
+    from sglang.test.compile_kernels import HOPPER, registers_and_stack
 
-    tiles = {"FEW_HALF": prefill_launch.FEW_HALF, "MANY_HALF": prefill_launch.MANY_HALF}[name]
-    inverse, walk = (asm["ptx"] for asm in compiled_prefill(HOPPER, "bf16", heads, tiles))
-    assert "wgmma.mma_async" in inverse and ".f16.f16" in inverse and ".tf32" not in inverse
+    inverse, walk = compiled_prefill(HOPPER, "bf16", heads, HALF)
+    registers, stack = registers_and_stack(inverse["cubin"])
+    assert registers <= HALF.chunk.max_registers and stack <= MOST_STACK
+    inverse, walk = inverse["ptx"], walk["ptx"]
+    assert "wgmma.mma_async" in inverse and "mma.sync" in inverse
+    assert ".f16.f16" in inverse and ".tf32" not in inverse and "st.shared.b16" not in inverse
     assert "wgmma.mma_async" in walk and ".bf16.bf16" in walk
     assert walk.count("cp.async.bulk.tensor") >= 5
 
 
-def test_inverse_by_blocks_compiles_for_hopper():
-    """A value of a block of 16 that leaves its thread: only products of the whole matrix go through memory."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from sglang.kernels.ops.attention.fla.prefill_launch import FEW_HALF
-    from sglang.test.compile_kernels import HOPPER
-
-    chunk = replace(FEW_HALF.chunk, base=16, solve_precision="fp16 blocks")
-    inverse, _ = compiled_prefill(HOPPER, "bf16", HEADS[0], replace(FEW_HALF, chunk=chunk))
-    ptx = inverse["ptx"]
-    assert "mma.sync" in ptx and "wgmma.mma_async" in ptx and ".tf32" not in ptx
-    assert "st.shared.b16" not in ptx
-
-
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("pool", ["fp32", "bf16"])
 @pytest.mark.parametrize("has_dests", [True, False])
 @pytest.mark.parametrize("heads", HEADS[:2], ids=str)
-def test_walk_in_order_compiles_for_hopper(heads, has_dests, stages):
+def test_walk_in_order_compiles_for_hopper(heads, has_dests, pool):
     """Accumulators that overflow the registers, more shared memory than there is, short chunks not padded."""
     pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
     from triton.compiler import compile as compile_kernel
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from sglang.kernels.ops.attention.fla.prefill_hopper_kernel import ordered_walk_kernel as kernel
-    from sglang.test.compile_kernels import HOPPER
+    from sglang.kernels.ops.attention.fla.prefill_hopper import BLOCK_V, STAGES
+    from sglang.kernels.ops.attention.fla.prefill_hopper_kernel import (
+        prefill_state_hopper_kernel as kernel,
+    )
+    from sglang.test.compile_kernels import HOPPER, SHARED_KB, registers_and_stack
 
     def descriptor(columns: int) -> str:
         layout = gl.NVMMASharedLayout.get_default_for([64, columns], gl.bfloat16)
@@ -122,13 +115,13 @@ def test_walk_in_order_compiles_for_hopper(heads, has_dests, stages):
 
     width = (2 * heads[0] + heads[1]) * heads[2]
     constants = {"HV": heads[1], "GROUP": heads[1] // heads[0], "K": 128, "V": 128, "C": 64}
-    constants |= {"BV": 64, "STAGES": stages, "HAS_DESTS": has_dests}
+    constants |= {"BV": BLOCK_V, "STAGES": STAGES, "HAS_DESTS": has_dests}
     constants |= dict.fromkeys(("stride_k_token", "stride_v_token"), width)
     constants |= dict.fromkeys(("stride_q_head", "stride_k_head", "stride_v_head"), 128)
     types = {f"desc_{name}": descriptor(128) for name in "qk"}
     types |= {f"desc_{name}": descriptor(64) for name in ("v", "x", "a", "out")}
-    types |= dict.fromkeys(("q_coef", "k_coef", "s_coef", "decay", "pool"), "*fp32")
-    types |= dict.fromkeys(("k", "v", "out"), "*bf16")
+    types |= dict.fromkeys(("q_coef", "k_coef", "s_coef", "decay"), "*fp32")
+    types |= dict.fromkeys(("k", "v", "out"), "*bf16") | {"pool": f"*{pool}"}
     types |= {"slots": "*i32", "requests": "*i32", "dests": "*i64"}
     if not has_dests:
         constants["dests"] = None
@@ -138,7 +131,9 @@ def test_walk_in_order_compiles_for_hopper(heads, has_dests, stages):
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in wide}
     source = GluonASTSource(kernel, signature, constants, attrs)
     compiled = compile_kernel(source, target=HOPPER, options={"num_warps": 4})
-    assert compiled.metadata.shared <= 227 * 1024
+    assert compiled.metadata.shared <= SHARED_KB[90] * 1024
+    _, stack = registers_and_stack(compiled.asm["cubin"])
+    assert stack <= MOST_STACK
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
     assert "wgmma.wait_group.sync.aligned 1" in ptx
@@ -154,6 +149,19 @@ def test_prefill_in_fp32_compiles_for_hopper(heads):
 
     for asm in compiled_prefill(HOPPER, "fp32", heads, SINGLE):
         assert ".tf32" in asm["ptx"] and ".bf16" not in asm["ptx"]
+
+
+@pytest.mark.parametrize("copy_engine", [True, False])
+def test_prefill_compiles_for_other_nvidia_gpus(copy_engine):
+    """More shared memory than the smaller chips have, an instruction of Hopper alone."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.attention.fla.prefill_launch import HALF
+    from sglang.test.compile_kernels import OTHER_NVIDIA
+
+    tiles = replace(HALF, state=replace(HALF.state, copy_engine=copy_engine))
+    for target in OTHER_NVIDIA:
+        for asm in compiled_prefill(target, "bf16", HEADS[0], tiles):
+            assert "mma" in asm["ptx"]
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])

@@ -152,8 +152,7 @@ def gdn_prefill(
         return _prefill_torch(x, pool, slots, plan, scale, track_dests)
     out = torch.empty(x.v.shape, dtype=x.q.dtype, device=x.q.device)
     if plan.num_rows:
-        walks = len(plan.lengths) * x.v.shape[1]
-        tiles = tiles or prefill_tiles(x.q.element_size(), walks)
+        tiles = tiles or prefill_tiles(x.q.element_size())
         scratch = prefill_call.PrefillScratch.allocate(x, plan)
         prefill_call.run_chunks(x, plan, scratch, tiles, scale)
         prefill_call.run_states(x, plan, scratch, tiles, pool, slots, track_dests, out)

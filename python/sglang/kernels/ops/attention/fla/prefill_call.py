@@ -65,7 +65,7 @@ def run_chunks(
 ) -> None:
     """Fill the scratch."""
     tile, value_heads = tiles.chunk, x.v.shape[1]
-    prefill_kernels.prefill_chunk_kernel[(value_heads // tile.heads, plan.chunks.shape[0])](
+    prefill_kernels.prefill_chunk_kernel[(value_heads, plan.chunks.shape[0])](
         x.q,
         x.k,
         x.a,
@@ -88,12 +88,9 @@ def run_chunks(
         GROUP=value_heads // x.q.shape[1],
         K=x.q.shape[2],
         C=CHUNK_SIZE,
-        HEADS=tile.heads,
-        BASE=tile.base,
         SOLVE=tile.solve_precision,
         BLOCK_D=min(tile.block_d, x.q.shape[2]),
         DOT=tiles.dot_precision,
-        BACKWARDS=tile.backwards,
         **launch_options(tile),
     )
 
@@ -117,7 +114,7 @@ def run_states(
         from sglang.kernels.ops.attention.fla import prefill_hopper  # needs Gluon
 
         if prefill_hopper.serves(x):
-            prefill_hopper.walk_in_order(x, plan, scratch, tile, pool, slots, track_dests, out)
+            prefill_hopper.walk_in_order(x, plan, scratch, pool, slots, track_dests, out)
             return
     moved = (None,) * 6
     if copies:

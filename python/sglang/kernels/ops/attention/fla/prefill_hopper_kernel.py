@@ -309,7 +309,7 @@ def write_columns(
 
 
 @gluon.jit
-def ordered_walk_kernel(
+def prefill_state_hopper_kernel(
     desc_q, desc_k, desc_v, desc_x, desc_a, desc_out, k, v, q_coef, k_coef, s_coef, decay, out,
     pool, slots, dests, requests, num_slots, stride_slot,
     stride_k_token: gl.constexpr, stride_v_token: gl.constexpr,

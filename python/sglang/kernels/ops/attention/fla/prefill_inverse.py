@@ -5,26 +5,47 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+BLOCK: tl.constexpr = tl.constexpr(16)
+"""Rows of the diagonal blocks that are inverted first."""
+
 
 @triton.jit
-def diagonal_inverse(a, C: tl.constexpr, BASE: tl.constexpr):
+def diagonal_inverse(a, C: tl.constexpr):
     """Inverse of I + the diagonal blocks of a [C, C], column after column; exact zeros outside the blocks."""
-    N: tl.constexpr = C // BASE
+    N: tl.constexpr = C // BLOCK
     i = tl.arange(0, C)
-    same = (i // BASE)[:, None] == (i // BASE)[None, :]
-    blocks = tl.reshape(tl.where(same, a, 0.0), [N, BASE, N, BASE])
+    same = (i // BLOCK)[:, None] == (i // BLOCK)[None, :]
+    blocks = tl.reshape(tl.where(same, a, 0.0), [N, BLOCK, N, BLOCK])
     blocks = tl.sum(blocks, axis=2)
-    o_b = tl.arange(0, BASE)
+    o_b = tl.arange(0, BLOCK)
     row_of = o_b[None, :, None]
     column_of = o_b[None, None, :]
     # The product with zero keeps the layout of `blocks`, in which a warp holds a block of its own.
     inverse = tl.where(row_of == column_of, 1.0, blocks * 0.0)
-    for r in range(BASE - 1):
+    for r in range(BLOCK - 1):
         column = tl.sum(tl.where(column_of == r, blocks, 0.0), axis=2)
         row = tl.sum(tl.where(row_of == r, inverse, 0.0), axis=1)
         inverse -= column[:, :, None] * row[:, None, :]
-    full = tl.broadcast_to(inverse[:, :, None, :], [N, BASE, N, BASE])
+    full = tl.broadcast_to(inverse[:, :, None, :], [N, BLOCK, N, BLOCK])
     return tl.where(same, tl.reshape(full, [C, C]), 0.0)
+
+
+@triton.jit
+def lower_inverse(a, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 of a strictly lower a [C, C] in fp32: row i depends on rows up to i alone, bit for bit.
+
+    PRECISION is that of `tl.dot`.
+    """
+    i = tl.arange(0, C)
+    inverse = diagonal_inverse(a, C)
+    for level in tl.static_range(4, 6):
+        if (1 << level) < C:
+            # [[P, 0], [L, Q]] -> [[P, 0], [-Q L P, Q]]: of inverse @ a only Q L is kept.
+            moved = tl.dot(inverse, a, input_precision=PRECISION)
+            pair = (i >> level)[:, None] == ((i >> level) ^ 1)[None, :]
+            moved = tl.where(pair, moved, 0.0)
+            inverse -= tl.dot(moved, inverse, input_precision=PRECISION)
+    return inverse
 
 
 @triton.jit
@@ -36,17 +57,17 @@ def _partner(i, level: tl.constexpr):
 
 @triton.jit
 def block_inverse(a, C: tl.constexpr):
-    """[C / 16, 16, 16] fp32: the inverses of I + the 16 x 16 diagonal blocks of a [C, C], by products alone.
+    """[C / BLOCK, BLOCK, BLOCK] fp32: the inverses of I + the diagonal blocks of a [C, C], by products alone.
 
     Of a, only what lies below the diagonal enters. A warp holds a block, and its inverse beside its transpose:
     the layout of a product's result is that of a left operand and, transposed, of a right one, so that no value
     leaves its thread after the first product.
     """
-    N: tl.constexpr = C // 16
+    N: tl.constexpr = C // BLOCK
     i = tl.arange(0, C)
-    same = tl.where((i // 16)[:, None] == (i // 16)[None, :], 1.0, 0.0)
-    blocks = tl.sum(tl.reshape(a * same, [N, 16, N, 16]), axis=2)
-    o_b = tl.arange(0, 16)
+    same = tl.where((i // BLOCK)[:, None] == (i // BLOCK)[None, :], 1.0, 0.0)
+    blocks = tl.sum(tl.reshape(a * same, [N, BLOCK, N, BLOCK]), axis=2)
+    o_b = tl.arange(0, BLOCK)
     row = o_b[None, :, None]
     column = o_b[None, None, :]
     # A product with the identity transposes, and rounds no fp16 value.
@@ -66,17 +87,17 @@ def block_inverse(a, C: tl.constexpr):
 
 
 @triton.jit
-def lower_inverse_by_blocks(a, C: tl.constexpr):
+def lower_inverse_fp16(a, C: tl.constexpr):
     """(I + a)^-1 of a [C, C] of which only what lies below the diagonal counts; 16-bit operands, fp32 sums.
 
     For entries of at most 1. Row i depends on rows up to i alone, bit for bit.
     """
-    N: tl.constexpr = C // 16
+    N: tl.constexpr = C // BLOCK
     i = tl.arange(0, C)
     block = block_inverse(a, C)
-    full = tl.broadcast_to(block[:, :, None, :], [N, 16, N, 16])
+    full = tl.broadcast_to(block[:, :, None, :], [N, BLOCK, N, BLOCK])
     # The product with zero keeps the layout of a, which is that of the products.
-    same = tl.where((i // 16)[:, None] == (i // 16)[None, :], 1.0, a * 0.0)
+    same = tl.where((i // BLOCK)[:, None] == (i // BLOCK)[None, :], 1.0, a * 0.0)
     inverse = tl.reshape(full, [C, C]) * same
     right = a.to(tl.float16)
     for level in tl.static_range(4, 6):
@@ -85,31 +106,4 @@ def lower_inverse_by_blocks(a, C: tl.constexpr):
             pair = _partner(i, level)[:, None] == (i >> level)[None, :]
             moved = tl.dot(own, right) * tl.where(pair, -1.0, 0.0)
             inverse = tl.dot(moved.to(tl.float16), own, acc=inverse)
-    return inverse
-
-
-@triton.jit
-def lower_inverse(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 of a strictly lower a [C, C]: row i depends on rows up to i alone, bit for bit.
-
-    PRECISION "fp16": 16-bit operands, for entries of at most 1; others are those of `tl.dot`.
-    """
-    i = tl.arange(0, C)
-    HALF: tl.constexpr = PRECISION == "fp16"
-    DOT: tl.constexpr = "ieee" if HALF else PRECISION
-    operand = tl.float16 if HALF else tl.float32
-    if BASE == 2:
-        beside = i[:, None] == (i ^ 1)[None, :]
-        inverse = tl.where(i[:, None] == i[None, :], 1.0, tl.where(beside, -a, 0.0))
-    else:
-        inverse = diagonal_inverse(a, C, BASE)
-    right = a.to(operand)
-    for level in tl.static_range(1, 6):
-        if (1 << level) >= BASE and (1 << level) < C:
-            # [[P, 0], [L, Q]] -> [[P, 0], [-Q L P, Q]]: of inverse @ a only Q L is kept.
-            own = inverse.to(operand)
-            moved = tl.dot(own, right, input_precision=DOT)
-            pair = (i >> level)[:, None] == ((i >> level) ^ 1)[None, :]
-            moved = tl.where(pair, moved, 0.0).to(operand)
-            inverse -= tl.dot(moved, own, input_precision=DOT)
     return inverse

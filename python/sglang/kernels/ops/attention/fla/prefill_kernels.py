@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.kernels.ops.attention.fla.prefill_inverse import lower_inverse, lower_inverse_by_blocks
+from sglang.kernels.ops.attention.fla.prefill_inverse import lower_inverse, lower_inverse_fp16
 
 
 @triton.jit
@@ -38,11 +38,11 @@ def _sum_and_last(sum_a, last_a, sum_b, last_b):
 
 
 @triton.jit
-def summed_gates(a, b, a_log, dt_bias, rows, stride_a, stride_b, i_h, inside, ONCE: tl.constexpr):
+def summed_gates(a, b, a_log, dt_bias, rows, stride_a, stride_b, i_h, inside):
     """(log2 decays summed up to each row, their sum, beta) of a chunk's rows.
 
-    ONCE: beta goes through the scan, which leaves it as it is; without, each thread computes those of all rows
-    and columns that it holds.
+    Beta goes through the scan, which leaves it as it is: else each thread would compute those of all rows and
+    columns that it holds.
     """
     log_decay, beta = row_gates(
         a + rows * stride_a + i_h,
@@ -53,10 +53,7 @@ def summed_gates(a, b, a_log, dt_bias, rows, stride_a, stride_b, i_h, inside, ON
     )
     log_decay *= 1.4426950408889634
     last = tl.sum(log_decay, axis=0)
-    if ONCE:
-        total, beta = tl.associative_scan((log_decay, beta), 0, _sum_and_last)
-    else:
-        total = tl.cumsum(log_decay, axis=0)
+    total, beta = tl.associative_scan((log_decay, beta), 0, _sum_and_last)
     return total, last, beta
 
 
@@ -86,26 +83,19 @@ def prefill_chunk_kernel(
     GROUP: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
-    HEADS: tl.constexpr,
-    BASE: tl.constexpr,
     SOLVE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     DOT: tl.constexpr,
-    BACKWARDS: tl.constexpr,
 ):
-    """What a chunk needs no state for. Grid (HV / HEADS, chunks).
+    """What a chunk needs no state for. Grid (HV, chunks).
 
     Per chunk and value head: solved [C, C] = T diag(beta); attn [C, C] the scaled and decayed q.k; q_coef,
     k_coef, s_coef [C] fp32 the factors of a row's q against the state, of its k against the state, and of its k
     on the way into the state; decay fp32 exp(G_last).
     """
-    BLOCKS: tl.constexpr = SOLVE == "fp16 blocks"
-    EARLY: tl.constexpr = BLOCKS and HEADS == 1
+    i_h = tl.program_id(0)
     i_c = tl.program_id(1)
-    if BACKWARDS:
-        i_c = tl.num_programs(1) - 1 - i_c
-    first_head = tl.program_id(0) * HEADS
-    i_k = first_head // GROUP
+    i_k = i_h // GROUP
     start = tl.load(chunks + i_c * 2).to(tl.int64)
     count = tl.load(chunks + i_c * 2 + 1)
     o_c = tl.arange(0, C)
@@ -123,19 +113,11 @@ def prefill_chunk_kernel(
     for d in tl.static_range(0, K, BLOCK_D):
         b_k = tl.load(p_k + d + k_tile, mask=inside[:, None], other=0.0)
         b_q = tl.load(p_q + d + q_tile, mask=inside[:, None], other=0.0)
-        if EARLY and d == 0:
-            # While the rows are on their way.
+        if d + BLOCK_D == K:
+            # While the last rows are on their way.
+            rows = start + o_c
             total, last, beta = summed_gates(
-                a,
-                b,
-                a_log,
-                dt_bias,
-                start + o_c,
-                stride_a_token,
-                stride_b_token,
-                first_head,
-                inside,
-                ONCE=BLOCKS,
+                a, b, a_log, dt_bias, rows, stride_a_token, stride_b_token, i_h, inside
             )
         self_q = tl.dot(b_q, tl.trans(b_q), acc=self_q, input_precision=DOT)
         gram = tl.dot(b_k, tl.trans(b_k), acc=gram, input_precision=DOT)
@@ -144,45 +126,25 @@ def prefill_chunk_kernel(
     same = o_c[:, None] == o_c[None, :]
     norm_k = tl.rsqrt(tl.sum(tl.where(same, gram, 0.0), axis=1) + 1e-6)
     norm_q = tl.rsqrt(tl.sum(tl.where(same, self_q, 0.0), axis=1) + 1e-6) * scale
-    below = o_c[:, None] > o_c[None, :]
-    upto = o_c[:, None] >= o_c[None, :]
 
-    for i in tl.static_range(HEADS):
-        i_h = first_head + i
-        if not EARLY:
-            total, last, beta = summed_gates(
-                a,
-                b,
-                a_log,
-                dt_bias,
-                start + o_c,
-                stride_a_token,
-                stride_b_token,
-                i_h,
-                inside,
-                ONCE=BLOCKS,
-            )
-        fall = tl.minimum(total[:, None] - total[None, :], 0.0)
-        if BLOCKS:
-            fall = tl.where(upto, fall, float("-inf"))
-        gap = tl.exp2(fall) * norm_k[None, :]
-        place = i_c.to(tl.int64) * HV + i_h
-        square = place * C * C + o_c[:, None] * C + o_c[None, :]
-        decayed = seen * norm_q[:, None] * gap
-        if not BLOCKS:
-            decayed = tl.where(upto, decayed, 0.0)
-        tl.store(attn + square, decayed.to(element))
-        growth = tl.exp2(total)
-        tl.store(q_coef + place * C + o_c, norm_q * growth)
-        tl.store(k_coef + place * C + o_c, norm_k * growth)
-        tl.store(s_coef + place * C + o_c, norm_k * tl.exp2(tl.minimum(last - total, 0.0)))
-        tl.store(decay + place, tl.exp2(last))
-        lower = gram * (norm_k * beta)[:, None] * gap
-        if BLOCKS:
-            inverse = lower_inverse_by_blocks(lower, C)
-        else:
-            inverse = lower_inverse(tl.where(below, lower, 0.0), C, BASE, SOLVE)
-        tl.store(solved + square, (inverse * beta[None, :]).to(element))
+    fall = tl.minimum(total[:, None] - total[None, :], 0.0)
+    fall = tl.where(o_c[:, None] >= o_c[None, :], fall, float("-inf"))
+    gap = tl.exp2(fall) * norm_k[None, :]
+    place = i_c.to(tl.int64) * HV + i_h
+    square = place * C * C + o_c[:, None] * C + o_c[None, :]
+    tl.store(attn + square, (seen * norm_q[:, None] * gap).to(element))
+    growth = tl.exp2(total)
+    tl.store(q_coef + place * C + o_c, norm_q * growth)
+    tl.store(k_coef + place * C + o_c, norm_k * growth)
+    tl.store(s_coef + place * C + o_c, norm_k * tl.exp2(tl.minimum(last - total, 0.0)))
+    tl.store(decay + place, tl.exp2(last))
+    lower = gram * (norm_k * beta)[:, None] * gap
+    if SOLVE == "fp16":
+        inverse = lower_inverse_fp16(lower, C)
+    else:
+        lower = tl.where(o_c[:, None] > o_c[None, :], lower, 0.0)
+        inverse = lower_inverse(lower, C, SOLVE)
+    tl.store(solved + square, (inverse * beta[None, :]).to(element))
 
 
 @triton.jit
