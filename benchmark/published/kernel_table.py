@@ -25,7 +25,10 @@ FAMILIES: tuple[tuple[str, str], ...] = (
         r"gdn|replay_tuples|recurrent|prefill_chunk|prefill_state|chunk_|kkt|recompute_w_u|kernel_h|"
         r"l2norm|gated_norm|delta_rule|solve_tril|merge_16x16|scatter_entries|copy_slots",
     ),
-    ("experts", r"grouped_gemm|expert|place_kernel|count_kernel|sort_rows|combine|route|moe|silu_mul"),
+    (
+        "experts",
+        r"grouped_gemm|expert|place_kernel|count_kernel|sort_rows|combine|route|moe|silu_mul",
+    ),
     (PRODUCTS, r"hopper_product|hopper_gemm"),
     ("dense", r"block_scaled|fp8.*gemm|dense_gemm|narrow_linear"),
     ("quantisation", r"quant"),
