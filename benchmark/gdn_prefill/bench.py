@@ -4,21 +4,16 @@
 
 8,192 tokens, as one prompt and as eight. CUDA-graph replays over several copies of the rows, so that the L2
 cache does not hold them; median of blocks. Every candidate is compared with the PyTorch form first, and run
-twice on one input: other bits are an error. Candidates that could hang or fault run in a process of their own
-first, on ragged prompts, and are left out where that does not end well. ``--peer`` times fla-core's chunk rule
-beside ours where it is installed; its tuning takes a minute or more, beyond the budget.
+twice on one input: other bits are an error. ``--peer`` times fla-core's chunk rule beside ours where it is
+installed; its tuning takes a minute or more, beyond the budget.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,9 +50,6 @@ BYTES_PER_US = 4.3e6  # an H200's measured streaming rate
 MODELS = {"35B": (16, 32), "27B": (16, 48)}
 HEAD_DIM, TOKENS, WIDTH, COPIES = 128, 8192, 4, 2
 SHAPES = {"1 x 8192": [TOKENS], "8 x 1024": [TOKENS // 8] * 8}
-_SHORT = [1, 63, 64, 65, 130, 200, 1000]
-RAGGED = {"ragged": [*_SHORT, TOKENS - sum(_SHORT)]}
-PROBE_S = 40.0
 
 
 @dataclass(frozen=True)
@@ -93,47 +85,23 @@ class Layer:
         return HEAD_DIM**-0.5
 
 
-def table_tiles(layer: Layer) -> PrefillTiles:
-    return prefill_tiles(2, len(layer.lengths) * MODELS[layer.name][1])
-
-
 def chunk_tiles(base: ChunkTile) -> Iterator[ChunkTile]:
-    """Most promising first: what a budget cuts off is the tail."""
     yield base
-    blocks = replace(base, base=16, solve_precision="fp16 blocks")
-    for registers in (128, 168, None):
-        yield replace(blocks, max_registers=registers)
-    yield replace(blocks, heads=2, max_registers=None)
-    for size in (2, 8):
-        yield replace(base, base=size)
-    for registers in (None, 128):
+    for registers in (128, None):
         yield replace(base, max_registers=registers)
-    yield replace(base, heads=2, max_registers=None)
     yield replace(base, block_d=64)
-    yield replace(base, solve_precision="tf32", base=16)
-    yield replace(base, num_warps=8, max_registers=None)
 
 
 def state_tiles(base: StateTile) -> Iterator[StateTile]:
+    """What is left for rows or GPUs that the walk in order does not serve comes behind it."""
     yield base
-    for stages in (3, 2):
-        yield StateTile(64, 4, stages, None, copy_engine=True, in_order=True)
     for rows, warps, stages, copies in (
-        (64, 4, 3, True),
         (64, 4, 2, True),
+        (64, 4, 3, True),
         (128, 8, 3, True),
-        (32, 4, 3, True),
         (64, 4, 2, False),
-        (32, 4, 3, False),
     ):
-        tile = StateTile(rows, warps, stages, None, copies)
-        if tile != base:
-            yield tile
-
-
-def is_risky(tile: Any) -> bool:
-    """Whether a mistake in the tile's kernel could hang: its warps wait for each other."""
-    return isinstance(tile, StateTile) and tile.in_order
+        yield StateTile(rows, warps, stages, copies)
 
 
 def conv_tiles() -> Iterator[ConvTile]:
@@ -185,7 +153,7 @@ def compile_all(calls: list[Callable[[], object]]) -> None:
 
 def make_layer(model: str, shape: str) -> Layer:
     heads, value_heads = MODELS[model]
-    lengths = (SHAPES | RAGGED)[shape]
+    lengths = SHAPES[shape]
     widths = (heads * HEAD_DIM, heads * HEAD_DIM, value_heads * HEAD_DIM)
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -230,28 +198,6 @@ def check(
         raise RuntimeError("two runs of one input differ")
     same = first is None or (torch.equal(out, first[0]) and torch.equal(states, first[1]))
     return error, same
-
-
-@functools.cache
-def probe(model: str, tile: StateTile) -> str:
-    """What went wrong with ``tile`` in a process of its own; empty if nothing did."""
-    command = [sys.executable, __file__, "--out", os.devnull, "--model", model]
-    command += ["--probe", json.dumps(asdict(tile))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S)
-    except subprocess.TimeoutExpired:
-        return f"not done after {PROBE_S:.0f} s"
-    print(done.stdout, end="", flush=True)
-    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no word"])[-1]
-
-
-def run_probe(model: str, tile: StateTile) -> None:
-    """Raises: RuntimeError if results are far from the PyTorch form or two runs differ."""
-    layer = make_layer(model, "ragged")
-    base = table_tiles(layer)
-    error, same = check(layer, replace(base, state=tile), run_once(layer, base))
-    bits = "same bits" if same else "OTHER BITS"
-    print(f"{model} ragged  {tile}: error {error:.1e}, {bits}", flush=True)
 
 
 def chunk_calls(layer: Layer, tiles: PrefillTiles) -> list[Callable[[], object]]:
@@ -299,7 +245,7 @@ def whole_calls(layer: Layer, tiles: PrefillTiles) -> list[Callable[[], object]]
 
 def bench_prefill(layer: Layer, stop: float) -> Iterator[Timing]:
     """The table's tiles, every candidate of either kernel, and the best of both together."""
-    base, floor = table_tiles(layer), floors(layer)
+    base, floor = prefill_tiles(2), floors(layer)
 
     def line(what: str, tile: Any, us: float, kind: str, error: float, same: bool | None) -> Timing:
         return Timing(layer.name, layer.shape, what, asdict(tile), us, floor[kind], error, same)
@@ -320,8 +266,6 @@ def bench_prefill(layer: Layer, stop: float) -> Iterator[Timing]:
                 print(f"{layer.name} {layer.shape} {kind}: out of time", flush=True)
                 break
             try:
-                if is_risky(tile) and (problem := probe(layer.name, tile)):
-                    raise RuntimeError(f"in a process of its own: {problem}")
                 error, same = check(layer, tiles, first)
                 us = graph_us(calls(layer, tiles))
             except Exception as failure:  # a candidate that does not fit or compute is a finding
@@ -331,11 +275,9 @@ def bench_prefill(layer: Layer, stop: float) -> Iterator[Timing]:
             yield line(kind, tile, us, kind, error, same)
     if len(best) == 2:
         tiles = replace(base, chunk=best["chunk"][1], state=best["state"][1])
-        backwards = replace(tiles, chunk=replace(tiles.chunk, backwards=True))
-        for what, pair in (("best tiles", tiles), ("best tiles, last first", backwards)):
-            error, same = check(layer, pair, first)
-            us = graph_us(whole_calls(layer, pair))
-            yield line(f"prefill, {what}", pair, us, "whole", error, same)
+        error, same = check(layer, tiles, first)
+        us = graph_us(whole_calls(layer, tiles))
+        yield line("prefill, best tiles", tiles, us, "whole", error, same)
 
 
 def bench_layer(layer: Layer, stop: float, *, peer: bool) -> Iterator[Timing]:
@@ -439,11 +381,11 @@ def report(timing: Timing) -> None:
 
 def all_launches(layer: Layer) -> list[Callable[[], object]]:
     made: list[Callable[[], object]] = []
-    base = table_tiles(layer)
+    base = prefill_tiles(2)
     for chunk in chunk_tiles(base.chunk):
         made += chunk_calls(layer, replace(base, chunk=chunk))[:1]
     for state in state_tiles(base.state):
-        if is_risky(state):
+        if state.in_order:  # compiled at its turn
             continue
         tiles = replace(base, state=state)
         made.append(lambda tiles=tiles: state_calls(layer, tiles)[0]())
@@ -459,11 +401,7 @@ def main() -> None:
     parser.add_argument("--model", choices=(*MODELS, "both"), default="both")
     parser.add_argument("--budget-s", type=float, default=90.0)
     parser.add_argument("--peer", action="store_true")
-    parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.probe is not None:
-        run_probe(options.model, StateTile(**json.loads(options.probe)))
-        return
     begin = time.monotonic()
     models = list(MODELS) if options.model == "both" else [options.model]
     found: list[Timing] = []

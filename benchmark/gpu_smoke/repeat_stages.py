@@ -10,7 +10,9 @@ already differ is not blamed. Exit status 1 if a stage did not repeat.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,7 +22,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sglang.kernels import triton_support
 from sglang.kernels.ops.attention.fla import gdn_prefill, prefill_kernels
 from sglang.kernels.ops.attention.fla.fused_gdn_gating import fused_gdn_gating
 from sglang.kernels.ops.attention.fla.prefill_plan import PrefillTokens, plan_prefill
@@ -31,7 +35,6 @@ from sglang.kernels.ops.moe.experts import run_experts
 from sglang.kernels.ops.moe.route import route
 from sglang.kernels.ops.quantization.fp8 import block_scaled_linear, quantize_activations
 
-PREFILL_KERNELS = ("prefill_chunk_kernel", "prefill_state_kernel")
 POISON_ELEMENTS = 1 << 24
 
 
@@ -53,14 +56,26 @@ GEOMETRIES = (
 LENGTHS = (12, 21, 66, 130, 300)
 
 
+@functools.cache
+def descriptors() -> tuple[type, ...]:
+    """Types of tensor descriptors: Triton's, and Gluon's where there is one."""
+    if importlib.util.find_spec("triton.experimental.gluon") is None:
+        return (TensorDescriptor,)
+    from triton.experimental.gluon.nvidia import hopper
+
+    return TensorDescriptor, hopper.TensorDescriptor
+
+
 def digest(value: object) -> str:
-    """Of every tensor in ``value``, bit by bit."""
+    """Of every tensor in ``value``, bit by bit; a descriptor stands for the tensor that it describes."""
     found = hashlib.sha256()
     stack = [value]
     while stack:
         item = stack.pop()
         if isinstance(item, Tensor):
             found.update(item.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+        elif isinstance(item, descriptors()):
+            stack.append(item.base)
         elif isinstance(item, (tuple, list)):
             stack.extend(reversed(item))
         elif isinstance(item, dict):
@@ -109,14 +124,24 @@ class WatchedKernel:
         """What is not scratch yet to be written, whose contents are poison."""
         names = self._kernel.arg_names[: len(args)]
         made = {"solved", "attn", "q_coef", "k_coef", "s_coef", "decay"}
-        scratch = {"out"} if "pool" in names else made
+        scratch = {"out", "out_rows", "desc_out"} if "pool" in names else made
         return [i for i, name in enumerate(names) if name not in scratch]
 
 
-def watch_prefill(stack: ExitStack, recorder: Recorder) -> None:
-    for name in PREFILL_KERNELS:
-        watched = WatchedKernel(name, getattr(prefill_kernels, name), recorder)
-        stack.enter_context(mock.patch.object(prefill_kernels, name, watched))
+def prefill_kernel_names(device: torch.device) -> list[tuple[Any, str]]:
+    """(module that launches it, name) of every kernel of the chunked prefill that may run on ``device``."""
+    found = [(prefill_kernels, name) for name in ("prefill_chunk_kernel", "prefill_state_kernel")]
+    if triton_support.runs_on_hopper(device):
+        from sglang.kernels.ops.attention.fla import prefill_hopper
+
+        found.append((prefill_hopper, "prefill_state_hopper_kernel"))
+    return found
+
+
+def watch_prefill(stack: ExitStack, recorder: Recorder, device: torch.device) -> None:
+    for module, name in prefill_kernel_names(device):
+        watched = WatchedKernel(name, getattr(module, name), recorder)
+        stack.enter_context(mock.patch.object(module, name, watched))
 
 
 def stages(
@@ -200,7 +225,7 @@ def unstable_stages(
         answers = set()
         with ExitStack() as stack:
             if name == "gdn prefill":
-                watch_prefill(stack, recorder)
+                watch_prefill(stack, recorder, device)
             for _ in range(repeats):
                 poison(device)
                 answers.add(digest(call()))

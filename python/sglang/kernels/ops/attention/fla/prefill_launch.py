@@ -82,7 +82,7 @@ def prefill_tiles(element_bytes: int) -> PrefillTiles:
 def launch_options(tile: ChunkTile | StateTile) -> dict[str, int]:
     """Triton's options of a tile; only its NVIDIA compiler takes a bound on registers."""
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    bounded = isinstance(tile, ChunkTile) and torch.version.hip is None
-    if bounded and tile.max_registers is not None:
-        options["maxnreg"] = tile.max_registers
+    if isinstance(tile, ChunkTile) and tile.max_registers is not None:
+        if torch.version.hip is None:
+            options["maxnreg"] = tile.max_registers
     return options
