@@ -9,7 +9,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.kernel_cases import run_cases
 
-register_cpu_ci(est_time=22, suite="kernels")
+register_cpu_ci(est_time=36, suite="kernels")
 register_cuda_ci(est_time=20, stage="base-b", runner_config="1-gpu-large")
 
 
@@ -85,33 +85,44 @@ def test_argmax_compiles_for_hopper():
 
 
 NORMS = ("rms_norm", "rms_norm_wide", "rms_norm_routed", "rms_norm_split")
+GATES = ("gated_norm", "gate_mul")
 
 
 @pytest.mark.parametrize("quantize", [True, False])
-@pytest.mark.parametrize("kernel", [*NORMS, "gated_norm", "gate_mul"])
+@pytest.mark.parametrize(
+    "kernel", [*NORMS, "rms_norm_pairs", *GATES, *(f"{g}_pairs" for g in GATES)]
+)
 def test_kernels_that_quantise_compile_for_hopper_into_one_layout(kernel, quantize):
     """FP8 stores of 16 bytes a thread would move the tile into a layout whose sums add in another order,
     and quantising in the norm would change the norm."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from sglang.kernels.ops.fused import row_kernels
+    from sglang.kernels.ops.fused import gate_kernels, row_kernels
     from sglang.test.compile_kernels import compile_for_hopper
 
     norm = {"DELTA": "tensor", "COUNT": 0, "HAS_SHARED": False}
-    norm |= {"UNIT_OFFSET": True, "PLAIN": True, "GROUP": 128}
+    norm |= {"UNIT_OFFSET": True, "PLAIN": True, "GROUP": 128, "PAIRED": False}
     routed = {"DELTA": "routed", "COUNT": 8, "HAS_SHARED": True, "BLOCK_G": 16}
+    paired = {"SILU": True, "PAIRED": True, "EVICT": ""}
     constants, num_warps = {
         "rms_norm": (norm | {"BLOCK_G": 16}, 8),
         "rms_norm_wide": (norm | {"BLOCK_G": 64}, 8),
         "rms_norm_routed": (norm | routed, 8),
         "rms_norm_split": (norm | {"DELTA": "split", "COUNT": 4, "BLOCK_G": 16}, 8),
+        "rms_norm_pairs": (norm | {"BLOCK_G": 16, "PAIRED": True}, 8),
+        "gated_norm_pairs": (
+            paired | {"NUM_HEADS": 32, "SIZE": 128, "BLOCK_H": 16, "BLOCK": 128},
+            4,
+        ),
+        "gate_mul_pairs": (paired | {"NUM_HEADS": 16, "SIZE": 256, "BLOCK_G": 16, "GROUP": 128}, 4),
         "gated_norm": ({"SILU": True, "BLOCK_H": 16, "BLOCK": 128}, 4),
         "gate_mul": ({"SILU": True, "BLOCK_G": 16, "GROUP": 128}, 4),
     }[kernel]
-    function = row_kernels.rms_norm_kernel
-    if kernel not in NORMS:
-        function = {"gated_norm": row_kernels.gated_norm_kernel}.get(
-            kernel, row_kernels.gate_mul_kernel
-        )
+    function = {
+        "gated_norm": row_kernels.gated_norm_kernel,
+        "gate_mul": row_kernels.gate_mul_kernel,
+        "gated_norm_pairs": gate_kernels.gated_norm_pairs_kernel,
+        "gate_mul_pairs": gate_kernels.gate_mul_pairs_kernel,
+    }.get(kernel, row_kernels.rms_norm_kernel)
     halves = ("p_x", "p_delta", "p_sum", "p_out", "p_o", "p_z", "p_gate", "p_shared", "p_weights")
     types = dict.fromkeys(halves, "*bf16") | {"p_chosen": "*i32"}
     types |= {"p_weight": "*fp32", "p_scale": "*fp32", "p_q": "*fp8e4nv", "eps": "fp32"}
@@ -127,6 +138,8 @@ def test_kernels_that_quantise_compile_for_hopper_into_one_layout(kernel, quanti
         aligned=("size",),
     )
     assert "ld.global.v4" in ptx
+    if kernel.endswith("pairs"):
+        assert "cvt.rn.bf16.f32" not in ptx and ptx.count("div.rn.f32") <= 2 * quantize
     assert ("st.global.v2.b32" in ptx) == quantize, "8 FP8 results a thread, as many as bf16 inputs"
 
 

@@ -168,6 +168,21 @@ def test_small_kernels_compile_for_hopper():
             compile_for_hopper(kernel, pointers=pools, **sizes)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_heads_of_a_row_exchange_halves_in_registers(heads):
+    """Through shared memory, or with each head loaded twice, it would be no better than one head a program."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.attention.paged.store_heads_kernel import norm_rope_store_heads_kernel
+    from sglang.test.compile_kernels import compile_for_hopper
+
+    constants = {"HEAD_DIM": 256, "BLOCK_D": 256, "NUM_HEADS": 16, "NUM_KV_HEADS": 2, "HALF": 32}
+    constants |= {"BLOCK_H": heads, "UNIT_OFFSET": True, "PAIRED": True, "EVICT": ""}
+    kernel = norm_rope_store_heads_kernel
+    ptx = compile_for_hopper(kernel, pointers=POINTERS, constants=constants, num_warps=1)
+    assert "shared" not in ptx.split(".entry")[1] and "shfl.sync.bfly" in ptx
+    assert "cvt.rn.bf16.f32" not in ptx
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_agree_with_the_reference_on_the_gpu():
     run_cases(CASES, TRITON_INTERPRET="0")

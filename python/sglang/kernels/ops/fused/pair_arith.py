@@ -47,6 +47,21 @@ def round_to(x, dtype: tl.constexpr, PAIRED: tl.constexpr):
 
 
 @triton.jit
+def narrow(x, dtype: tl.constexpr, PAIRED: tl.constexpr):
+    """What ``round_to`` made, as ``dtype``."""
+    if PAIRED:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7632;",
+            "=r,r,r",
+            [x.to(tl.int32, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return x.to(dtype)
+
+
+@triton.jit
 def over_one_plus_exp(x, gate, PAIRED: tl.constexpr):
     """x / (1 + exp(-gate)).
 

@@ -10,19 +10,29 @@ import triton
 import triton.language as tl
 
 from sglang.kernels.launch_overlap_kernels import after_previous
+from sglang.kernels.ops.fused.pair_arith import narrow, quantize_pairs, round_to, widen
 from sglang.kernels.ops.fused.sum_kernels import routed_sum, split_sum
-from sglang.kernels.ops.quantization.group_quant import quantize_groups, silu_product
+from sglang.kernels.ops.quantization.group_quant import silu_product
 
 
 @triton.jit
-def store_quantized(p_q, p_scale, x, offsets, inside, group_ok, AS_WIDE_AS: tl.constexpr):
+def store_quantized(
+    p_q,
+    p_scale,
+    x,
+    offsets,
+    inside,
+    group_ok,
+    AS_WIDE_AS: tl.constexpr,
+    PAIRED: tl.constexpr = False,
+):
     """Quantise x [groups, width] fp32 and store it.
 
     A thread stores as many elements as it loads of type AS_WIDE_AS: wider stores would pull the tile into
     another layout, in which sums before this one add in another order than without it.
     """
     WIDTH: tl.constexpr = 128 // AS_WIDE_AS.primitive_bitwidth
-    scaled, scale = quantize_groups(x)
+    scaled, scale = quantize_pairs(x, PAIRED)
     p_to = tl.max_contiguous(p_q + offsets, (1, WIDTH))
     tl.store(p_to, scaled.to(p_q.dtype.element_ty), mask=inside)
     tl.store(p_scale, scale, mask=group_ok)
@@ -60,6 +70,7 @@ def rms_norm_kernel(
     QUANTIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
+    PAIRED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """out = norm(x), or sum = x + delta rounded to its dtype and out = norm(sum). Grid (rows,).
@@ -73,44 +84,48 @@ def rms_norm_kernel(
     group = tl.arange(0, BLOCK_G)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = column < size
-    x = tl.load(p_x + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
+    x = widen(tl.load(p_x + row * stride_x + column, mask=inside, other=0.0), PAIRED)
     if DELTA != "none":
-        if DELTA == "split":
-            delta = split_sum(p_delta, row, column, inside, stride_split, stride_delta, COUNT)
-        elif DELTA == "routed":
-            delta = routed_sum(
-                p_delta,
-                p_weights,
-                p_chosen,
-                p_shared,
-                p_gate,
-                row,
-                column,
-                inside,
-                stride_delta,
-                stride_shared,
-                stride_gate,
-                COUNT,
-                HAS_SHARED,
-            )
-        else:
+        if DELTA == "tensor":
             delta = tl.load(p_delta + row * stride_delta + column, mask=inside, other=0.0)
-        delta = delta.to(p_sum.dtype.element_ty).to(tl.float32)
-        total = (x + delta).to(p_sum.dtype.element_ty)
+            delta = widen(delta.to(p_sum.dtype.element_ty), PAIRED)
+        else:
+            if DELTA == "split":
+                delta = split_sum(p_delta, row, column, inside, stride_split, stride_delta, COUNT)
+            else:
+                delta = routed_sum(
+                    p_delta,
+                    p_weights,
+                    p_chosen,
+                    p_shared,
+                    p_gate,
+                    row,
+                    column,
+                    inside,
+                    stride_delta,
+                    stride_shared,
+                    stride_gate,
+                    COUNT,
+                    HAS_SHARED,
+                )
+            delta = round_to(delta, p_sum.dtype.element_ty, PAIRED)
+        x = round_to(x + delta, p_sum.dtype.element_ty, PAIRED)
+        total = narrow(x, p_sum.dtype.element_ty, PAIRED)
         tl.store(p_sum + row * stride_sum + column, total, mask=inside)
-        x = total.to(tl.float32)
     weight = tl.load(p_weight + column, mask=inside, other=0.0).to(tl.float32)
     if UNIT_OFFSET:
         weight += 1.0
     squares = tl.sum(tl.sum(x * x, 1), 0)
-    rounded = (x * tl.rsqrt(squares / size + eps) * weight).to(p_out.dtype.element_ty)
+    x = x * tl.rsqrt(squares / size + eps) * weight
+    rounded = round_to(x, p_out.dtype.element_ty, PAIRED)
     if PLAIN:
-        tl.store(p_out + row * stride_out + column, rounded, mask=inside)
+        p_to = p_out + row * stride_out + column
+        tl.store(p_to, narrow(rounded, p_out.dtype.element_ty, PAIRED), mask=inside)
     if QUANTIZE:
         p_to = p_scale + row * stride_scale + group
         at, group_ok = row * stride_q + column, group * GROUP < size
-        x = rounded.to(tl.float32)
-        store_quantized(p_q, p_to, x, at, inside, group_ok, p_x.dtype.element_ty)
+        x_type: tl.constexpr = p_x.dtype.element_ty
+        store_quantized(p_q, p_to, rounded, at, inside, group_ok, x_type, PAIRED)
 
 
 @triton.jit(do_not_specialize=("num_items",))

@@ -45,6 +45,9 @@ class GateLaunch:
     evict: str = ""
 
 
+NORM_PAIRS = False
+"""Whether norms of bf16 rows run in fewer instructions; no bit changes."""
+
 GATED_NORM = GateLaunch()
 GATE_MUL = GateLaunch()
 
@@ -81,6 +84,7 @@ def norm_rows(
     unit_offset: bool,
     plain: bool,
     quantized: bool,
+    pairs: bool = NORM_PAIRS,
 ) -> tuple[NormedRows, Tensor]:
     """(norm(x + delta) in the forms asked for; x + delta) of x, delta [T, H].
 
@@ -90,7 +94,7 @@ def norm_rows(
     total = x if delta is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if plain else None
     rows = QuantizedRows.empty(*x.shape, dtype=x.dtype, device=x.device) if quantized else None
-    _launch_norm(x, delta, weight, total, out, rows, eps, unit_offset)
+    _launch_norm(x, delta, weight, total, out, rows, eps, unit_offset, pairs)
     return NormedRows(out, rows), total
 
 
@@ -143,6 +147,7 @@ def _launch_norm(
     quantized: QuantizedRows | None,
     eps: float,
     unit_offset: bool,
+    pairs: bool = NORM_PAIRS,
 ) -> None:
     if not x.numel():
         return
@@ -152,6 +157,8 @@ def _launch_norm(
     values = x if quantized is None else quantized.values
     scale = weight if quantized is None else quantized.scale
     block_g = _block(num_groups(size))
+    options = overlapping(x)
+    of_pairs = (x, total, rounding, *((added.delta,) if added.kind == "tensor" else ()))
     rms_norm_kernel[(x.shape[0],)](
         x,
         added.delta,
@@ -183,7 +190,8 @@ def _launch_norm(
         QUANTIZE=quantized is not None,
         BLOCK_G=block_g,
         GROUP=GROUP,
-        **overlapping(x),
+        PAIRED=pairs and _in_pairs(options, *of_pairs),
+        **options,
         num_warps=max(1, min(8, block_g // 2)),
     )
 
