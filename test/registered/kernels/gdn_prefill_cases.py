@@ -141,7 +141,7 @@ def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", list(BOUND) if ON_GPU else DTYPES, ids=str)
 @pytest.mark.parametrize("heads", GEOMETRIES, ids=str)
 def test_agrees_with_the_recurrence(heads, dtype):
     """A chunk bound off by one, a wrong decay, a lost start state, a head group mixed up, a boundary state of
@@ -180,10 +180,11 @@ def test_agrees_with_the_portable_form_and_is_not_blind():
 
 @pytest.mark.parametrize("heads", GEOMETRIES if ON_GPU else GEOMETRIES[1:], ids=str)
 def test_bits_do_not_depend_on_the_batch(heads):
-    """A tile chosen by the batch that changes bits, a sum over a neighbour's rows (its NaN would show)."""
+    """A tile chosen by the batch that changes bits, a sum over a neighbour's rows (its NaN would show), a whole
+    chunk fetched where one row is all there is, a state kept for a request without a slot."""
     case = make_case(heads, DTYPES[1])
     out, pool = run(case)
-    for i in (3, 5) if ON_GPU else (3,):
+    for i in (0, 2, 3, 5) if ON_GPU else (3,):
         alone, own = run_alone(case, i, CUTS[i])
         assert same_bits(alone, out[case.span(i)])
         for slot in (SLOTS[i], DESTS[i]):

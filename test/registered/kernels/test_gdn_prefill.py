@@ -93,10 +93,10 @@ def test_prefill_compiles_for_hopper(heads):
     assert walk.count("cp.async.bulk.tensor") >= 5
 
 
-@pytest.mark.parametrize("pool", ["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "pool"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32")])
 @pytest.mark.parametrize("has_dests", [True, False])
 @pytest.mark.parametrize("heads", HEADS[:2], ids=str)
-def test_walk_in_order_compiles_for_hopper(heads, has_dests, pool):
+def test_walk_in_order_compiles_for_hopper(heads, has_dests, kind, pool):
     """Accumulators that overflow the registers, more shared memory than there is, short chunks not padded."""
     pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
     from triton.compiler import compile as compile_kernel
@@ -110,8 +110,9 @@ def test_walk_in_order_compiles_for_hopper(heads, has_dests, pool):
     from sglang.test.compile_kernels import HOPPER, SHARED_KB, registers_and_stack
 
     def descriptor(columns: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for([64, columns], gl.bfloat16)
-        return f"tensordesc<bf16[64, {columns}],{layout!r}>"
+        element = {"bf16": gl.bfloat16, "fp16": gl.float16}[kind]
+        layout = gl.NVMMASharedLayout.get_default_for([64, columns], element)
+        return f"tensordesc<{kind}[64, {columns}],{layout!r}>"
 
     width = (2 * heads[0] + heads[1]) * heads[2]
     constants = {"HV": heads[1], "GROUP": heads[1] // heads[0], "K": 128, "V": 128, "C": 64}
@@ -121,7 +122,7 @@ def test_walk_in_order_compiles_for_hopper(heads, has_dests, pool):
     types = {f"desc_{name}": descriptor(128) for name in "qk"}
     types |= {f"desc_{name}": descriptor(64) for name in ("v", "x", "a", "out")}
     types |= dict.fromkeys(("q_coef", "k_coef", "s_coef", "decay"), "*fp32")
-    types |= dict.fromkeys(("k", "v", "out"), "*bf16") | {"pool": f"*{pool}"}
+    types |= dict.fromkeys(("k", "v", "out"), f"*{kind}") | {"pool": f"*{pool}"}
     types |= {"slots": "*i32", "requests": "*i32", "dests": "*i64"}
     if not has_dests:
         constants["dests"] = None
