@@ -22,10 +22,10 @@ from timing import L2_BYTES, compile_side_by_side, floor_us, graph_us
 from torch import Tensor
 
 from sglang.kernels.ops.attention.paged.store import (
-    STORE,
     NormRope,
     StoreLaunch,
     norm_rope_store,
+    store_launch,
 )
 from sglang.kernels.ops.fused.rows import (
     GATE_MUL,
@@ -147,8 +147,8 @@ def gate_cases(rows: int) -> Iterator[Case]:
     )
 
 
-def stores() -> dict[str, StoreLaunch]:
-    found = {"in use": STORE, "one head": StoreLaunch()}
+def stores(rows: int) -> dict[str, StoreLaunch]:
+    found = {"in use": store_launch(rows), "one head": StoreLaunch()}
     for heads, warps in ((4, 1), (2, 1), (1, 1), (8, 1), (8, 2), (16, 4), (4, 2), (8, 4)):
         found[f"heads {heads} w{warps}"] = StoreLaunch(heads, warps)
     for heads, warps in ((4, 1), (2, 1)):
@@ -181,7 +181,7 @@ def store_case(rows: int) -> Case:
         return store
 
     moved = rows * DIM * 4.0 * (HEADS + 2 * KV_HEADS)
-    calls = {name: call(launch) for name, launch in stores().items()}
+    calls = {name: call(launch) for name, launch in stores(rows).items()}
     return Case("norm+rope+store", moved, projected, calls, written=2)
 
 

@@ -211,7 +211,9 @@ def hard_values(rows: int, heads: int, size: int, *, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("launch", PAIRS)
-@pytest.mark.parametrize(("heads", "size"), [(3, 128), (2, 40), (5, 256)])
+@pytest.mark.parametrize(
+    ("heads", "size"), [(3, 128), (2, 40) if triton_support.INTERPRETING else (5, 256)]
+)
 def test_gates_in_pairs_keep_every_bit(launch, heads, size):
     """A flushed subnormal, a lost -0, a clamp of NaN or infinity, an item of another head."""
     o, z = hard_values(7, heads, size, seed=0), hard_values(7, heads, size + 16, seed=1)[..., 16:]

@@ -113,7 +113,7 @@ def test_the_fused_form_equals_its_parts(gate):
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize(("dim", "half"), [(24, 4), (256, 32)])
+@pytest.mark.parametrize(("dim", "half"), [(240, 16), (256, 32)])
 def test_heads_side_by_side_are_heads_alone(heads, dim, half):
     """A partner of another head, a key head with a query's weight, -0 turned to 0 beyond the rotated dims."""
     q, k, v = projections(heads=5, dim=dim, dtype=torch.bfloat16, gate=True)
@@ -125,7 +125,12 @@ def test_heads_side_by_side_are_heads_alone(heads, dim, half):
     positions = torch.tensor([7, 0, 8, 30, 0], device=DEVICE)
     slots = torch.tensor(SLOTS, device=DEVICE)
     results = []
-    for launch in (StoreLaunch(), StoreLaunch(heads=heads), StoreLaunch(heads, 2, "evict_first")):
+    assert StoreLaunch(heads).serves(q, half) and not StoreLaunch(heads, 8).serves(q, half)
+    for launch in (
+        StoreLaunch(),
+        StoreLaunch(heads=heads),
+        StoreLaunch(heads, min(heads, 2), "evict_first"),
+    ):
         keys, values = (poisoned(torch.bfloat16, dim=dim) for _ in range(2))
         pools = {"k_buffer": keys, "v_buffer": values}
         out = norm_rope_store(

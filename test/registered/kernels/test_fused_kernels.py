@@ -143,5 +143,24 @@ def test_kernels_that_quantise_compile_for_hopper_into_one_layout(kernel, quanti
     assert ("st.global.v2.b32" in ptx) == quantize, "8 FP8 results a thread, as many as bf16 inputs"
 
 
+@pytest.mark.parametrize("units", range(4))
+def test_a_reciprocal_in_two_parts_divides_exactly(units):
+    """Every pair of bf16 mantissas, the reciprocal being ``units`` of its last place too small; without the
+    second part some quotients are wrong (the control)."""
+    mantissas = 1.0 + torch.arange(128) / 128
+    scale = (mantissas / 448.0)[:, None]
+    first = 1.0 / scale
+    above = scale.double() * first.double() > 1.0
+    first = (first.view(torch.int32) - above.int() - units).view(torch.float32)
+    second = (1.0 - scale.double() * first.double()).float() * first
+    wrong = 0
+    for octave in range(20):
+        x = (mantissas * 2.0**-octave)[None, :]
+        quotient = (x.double() * first.double() + (x * second).double()).float()
+        assert torch.equal(quotient, x / scale)
+        wrong += int((x * first != x / scale).sum())
+    assert wrong
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

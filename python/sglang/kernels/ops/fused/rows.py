@@ -32,7 +32,8 @@ if triton_support.AVAILABLE:
 
 @dataclass(frozen=True)
 class GateLaunch:
-    """How the gated norm and the gates run; no choice changes a bit.
+    """How the gated norm and the gates run; no choice changes a bit of heads of whole groups of 128 columns,
+    as long as a thread holds 8 elements or more.
 
     elements  of a program, which holds several heads or groups
     pairs     the kernels with fewer instructions (`gate_kernels.py`), in place of those in `row_kernels.py`

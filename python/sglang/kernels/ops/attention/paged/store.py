@@ -38,16 +38,32 @@ class NormRope:
 class StoreLaunch:
     """How ``norm_rope_store`` runs; no choice changes a bit.
 
-    heads  of a row a program; 0: one, by the kernel that loads a head and its rotated partner
-    evict  what the L2 cache is told of the inputs: "" or "evict_first"
+    heads      of a row a program; 0: one, by the kernel that loads a head and its rotated partner
+    num_warps  at most one a head: a head's squares are added by one warp, in one order
+    evict      what the L2 cache is told of the inputs: "" or "evict_first"
     """
 
     heads: int = 0
     num_warps: int = 1
     evict: str = ""
 
+    def serves(self, q: Tensor, half: int) -> bool:
+        """Whether several heads a program add as one head a program does: 8 elements a thread of one warp."""
+        fits = _block(q.shape[-1]) == _WARP_ELEMENTS and q.dtype.itemsize == 2
+        return 0 < self.num_warps <= self.heads and fits and _WARP_ELEMENTS % (2 * half) == 0
 
-STORE = StoreLaunch()
+
+_WARP_ELEMENTS = 256
+
+
+FEW_ROWS = 512
+STORE_FEW = StoreLaunch()
+STORE_MANY = StoreLaunch()
+
+
+def store_launch(num_rows: int) -> StoreLaunch:
+    """Few rows want many small programs, many rows want few loads."""
+    return STORE_FEW if num_rows <= FEW_ROWS else STORE_MANY
 
 
 def store_kv(k: Tensor, v: Tensor, slots: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> None:
@@ -92,12 +108,12 @@ def norm_rope_store(
     slots: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
-    launch: StoreLaunch = STORE,
+    launch: StoreLaunch | None = None,
 ) -> Tensor:
     """Norm and rotate q [T, N, d] and k [T, Nkv, d] at ``positions`` [T]; write k and v to ``slots`` [T].
 
     The result of ``norm_rope`` on q and on k, each rounded to its dtype, and of ``store_kv`` after it,
-    in one launch. Returns: q normed and rotated, [T, N, d] contiguous; rows of a slot below 0 are undefined.
+    in one launch (by ``store_launch`` if None is given). Returns: q normed and rotated, [T, N, d] contiguous; rows of a slot below 0 are undefined.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -106,7 +122,8 @@ def norm_rope_store(
         return out
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     block, half = _block(head_dim), norm.cos.shape[1]
-    if launch.heads and block % (2 * half) == 0:
+    launch = store_launch(num_rows) if launch is None else launch
+    if launch.serves(q, half):
         _store_heads(q, k, v, norm, positions, slots, out, k_buffer, v_buffer, launch)
         return out
     norm_rope_store_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
