@@ -18,6 +18,7 @@ status=0
 # These share the GPU: they check values, not times or free memory.
 together=(
     test/registered/kernels/test_fp8_kernels.py
+    test/registered/kernels/test_hopper_cuda.py
     test/registered/kernels/test_moe_kernels.py
     test/registered/kernels/test_fused_kernels.py
     test/registered/kernels/test_paged_attention.py
