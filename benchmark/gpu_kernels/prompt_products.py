@@ -4,8 +4,7 @@
 
 A process of its own times the candidates one after another and says so before each: after a crash, or silence,
 its successor goes on with the next. The kernel in use comes first and is timed again at the end, which shows how far
-clocks have drifted; all must equal the Triton tiles that serve other GPUs. Names: t is the number of quarters of
-one group's product after which the other's may start, g the height of a band.
+clocks have drifted; all must equal the Triton tiles that serve other GPUs. g is the height of a band.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Candidate:
 
     what: str
     kernel: str = "cuda"
-    turns: int = 0
     group_m: int = 8
 
     @property
@@ -43,7 +41,7 @@ class Candidate:
         if self.kernel != "cuda":
             return self.kernel
         band = f" g{self.group_m}" if self.what in DENSE else ""
-        return f"cuda{f' t{self.turns}' if self.turns else ''}{band}"
+        return f"cuda{band}"
 
 
 def candidates() -> list[Candidate]:
@@ -51,7 +49,6 @@ def candidates() -> list[Candidate]:
     found = []
     for what in ("in_proj", "up", "down", "both", "out", "qkv"):
         found.append(Candidate(what))
-        found += [Candidate(what, turns=turns) for turns in (1, 2)]
         if what == "in_proj":
             found += [Candidate(what, group_m=height) for height in (4, 16)]
         if what == "up":
@@ -185,7 +182,7 @@ class DenseCase:
 def cuda_tile(candidate: Candidate):
     from sglang.kernels.ops.quantization.launch import HopperTile
 
-    return HopperTile(candidate.group_m, watch=candidate.turns > 0, turns=candidate.turns)
+    return HopperTile(candidate.group_m)
 
 
 class ExpertsCase:

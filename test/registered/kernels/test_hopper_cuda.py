@@ -43,7 +43,7 @@ def test_the_cuda_product_compiles(grouped, gated):
 @EVERY_FORM
 def test_the_cuda_product_has_its_sums_in_registers(grouped, gated, tmp_path):
     """Catches sums that spill: the multiplying groups have 232 registers a thread and the others 40."""
-    defines = [f"-DGROUPED={int(grouped)}", f"-DGATED={int(gated)}", "-DWATCH=0", "-DTURNS=0"]
+    defines = [f"-DGROUPED={int(grouped)}", f"-DGATED={int(gated)}", "-DWATCH=0"]
     command = ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", *defines]
     command += ["-o", str(tmp_path / "kernel.cubin"), str(hopper_cuda.SOURCE)]
     done = subprocess.run(command, capture_output=True, text=True)

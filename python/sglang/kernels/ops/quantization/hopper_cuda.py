@@ -33,7 +33,7 @@ _THREADS = 384
 _STAGES = 4
 _STAGE_BYTES = 3 * TILE_ROWS * GROUP
 _STAGING_BYTES = 8 * 16 * 144
-_BARRIER_BYTES = (2 * _STAGES + 2) * 8
+_BARRIER_BYTES = 2 * _STAGES * 8
 SHARED_BYTES = 1024 + _STAGES * _STAGE_BYTES + _STAGING_BYTES + _BARRIER_BYTES
 """As the source lays it out, and up to 1024 bytes to align it."""
 
@@ -127,8 +127,7 @@ def _say_once(reason: str) -> None:
 
 def compile_cubin(tile: HopperTile, *, grouped: bool, gated: bool) -> bytes:
     """Machine code for sm_90a. Raises: RuntimeError with the compiler's log."""
-    defines = {"GROUPED": int(grouped), "GATED": int(gated)}
-    defines |= {"WATCH": int(tile.watch), "TURNS": tile.turns}
+    defines = {"GROUPED": int(grouped), "GATED": int(gated), "WATCH": int(tile.watch)}
     return compile_source(SOURCE, arch="sm_90a", defines=defines, headers=(HEADER,))
 
 

@@ -40,13 +40,10 @@ class HopperTile:
 
     group_m  as above; experts have an order of their own
     watch    a kernel that waits for ever ends with an error; for tests of the kernel
-    turns    a candidate of ``prompt_products.py``: quarters of one multiplying group's product (1 to 3) after
-             which the other group's may start; 0: any time
     """
 
     group_m: int = 8
     watch: bool = False
-    turns: int = 0
 
     @property
     def block_m(self) -> int:

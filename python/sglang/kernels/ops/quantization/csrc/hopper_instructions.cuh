@@ -77,10 +77,7 @@ __device__ __forceinline__ void pin(float (&d)[64]) {
 
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-template <int PENDING>
-__device__ __forceinline__ void wait_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
+__device__ __forceinline__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 pair;

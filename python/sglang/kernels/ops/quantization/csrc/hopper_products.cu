@@ -6,8 +6,6 @@
 // A block of K (128) is one step: four wgmma from zero, then one fp32 multiply-add a result with the product of both
 // scales, in ascending order of K. Compile-time choices:
 //   WATCH   1: a kernel that waits for ever ends with an error instead
-//   TURNS   a candidate: 1 to 3: a multiplying group starts a product when so many quarters of the other's have run;
-//           0: whenever it can
 //   GROUPED rows of experts, sorted and padded to whole tiles; GATED: silu(gate) * up, quantised
 //
 // GROUPED and GATED is the up projection: rows lie by slot (place in the order of pairs), scales by source row,
@@ -46,42 +44,19 @@ constexpr u32 X_HALF_BYTES = HALF * GROUP, W_PART_BYTES = GROUP * GROUP;
 constexpr u32 X_STAGE = 2 * X_HALF_BYTES, W_STAGE = 2 * W_PART_BYTES;
 constexpr u32 W_AT = STAGES * X_STAGE, STAGING_AT = W_AT + STAGES * W_STAGE;
 constexpr u32 STAGING_ROW = 144, STAGING_WARP = 16 * STAGING_ROW;  // 128 bytes a row and 16 against bank conflicts
-constexpr u32 FULL_AT = STAGING_AT + 8 * STAGING_WARP, EMPTY_AT = FULL_AT + 8 * STAGES, TURN_AT = EMPTY_AT + 8 * STAGES;
+constexpr u32 FULL_AT = STAGING_AT + 8 * STAGING_WARP, EMPTY_AT = FULL_AT + 8 * STAGES;
 constexpr int THREADS = 384;
 
-// A named barrier would do, but the assembler moves it before the multiply-adds that shall run while the other group's
-// turn lasts; a loop it does not move.
-struct Turns {
-    u32 own, other, parity;
-    __device__ __forceinline__ Turns(u32 smem, int side)
-        : own(smem + TURN_AT + 8 * side), other(smem + TURN_AT + 8 * (1 - side)), parity(1 - side) {}
-    __device__ __forceinline__ void take() {
-        if (TURNS) barrier_wait(own, parity);
-        parity ^= 1;
-    }
-    __device__ __forceinline__ void pass() {
-        if (TURNS && threadIdx.x % 32 == 0) barrier_arrive(other);
-    }
-};
-
 // d = 64 rows times 128 columns of one block of K
-__device__ __forceinline__ void multiply(float (&d)[64], u64 x, u64 w, Turns &turns) {
-    turns.take();
+__device__ __forceinline__ void multiply(float (&d)[64], u64 x, u64 w) {
     pin(d);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     multiply_quarter(d, x, w, 0);
-    if (TURNS == 1) commit();
     multiply_quarter(d, x + 2, w + 2, 1);
-    if (TURNS == 2) commit();
     multiply_quarter(d, x + 4, w + 4, 1);
-    if (TURNS == 3) commit();
     multiply_quarter(d, x + 6, w + 6, 1);
     commit();
-    if (TURNS) {
-        wait_products<1>();
-        turns.pass();
-    }
-    wait_products<0>();
+    wait_products();
     pin(d);
 }
 
@@ -134,10 +109,11 @@ __device__ __forceinline__ float largest_of_row(float x) {
 }
 
 // x / scale to the last bit that FP8 sees, from the rounded reciprocal: one correction of the quotient suffices
-// where neither can leave the normal numbers.
+// where neither can leave the normal numbers. What is too much is taken away, not what is missing added: so a
+// quotient of -0 stays one.
 __device__ __forceinline__ float divide(float x, float scale, float inverse) {
     const float quotient = __fmul_rn(x, inverse);
-    return __fmaf_rn(__fmaf_rn(-quotient, scale, x), inverse, quotient);
+    return __fmaf_rn(-__fmaf_rn(quotient, scale, -x), inverse, quotient);
 }
 
 __device__ __forceinline__ void gate_and_store(
@@ -301,23 +277,18 @@ struct Scales {
 };
 
 // 64 rows of padding, or nothing to do: only let the stages go
-__device__ __forceinline__ void skip_steps(const Params &p, u32 smem, Ring &ring, Turns &turns) {
+__device__ __forceinline__ void skip_steps(const Params &p, u32 smem, Ring &ring) {
 #pragma unroll 1
     for (int step = 0; step < p.num_steps; ++step) {
         barrier_wait(smem + FULL_AT + 8 * ring.stage, ring.phase);
         __syncwarp();
         release(smem, ring.stage);
         ring.advance();
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-            turns.take();
-            turns.pass();
-        }
     }
 }
 
 __device__ __forceinline__ void multiply_steps(
-    const Params &p, u32 smem, int side, Ring &ring, Turns &turns, Scales &scales, float (&sum)[64],
+    const Params &p, u32 smem, int side, Ring &ring, Scales &scales, float (&sum)[64],
     float (&sum2)[64]) {
     float part[64];
 #pragma unroll
@@ -331,9 +302,9 @@ __device__ __forceinline__ void multiply_steps(
         const float low_two = scales.low * scales.two, high_two = scales.high * scales.two;
         barrier_wait(smem + FULL_AT + 8 * ring.stage, ring.phase);
         scales.load(min(step + 1, p.num_steps - 1));
-        multiply(part, x, w, turns);
+        multiply(part, x, w);
         add_scaled(sum, part, low_one, high_one);
-        multiply(part, x, w2, turns);
+        multiply(part, x, w2);
         release(smem, ring.stage);
         add_scaled(sum2, part, low_two, high_two);
         ring.advance();
@@ -348,7 +319,6 @@ __device__ void multiply_items(const Params &p, u32 smem, int side) {
     const int low_slot = side * HALF + warp * 16 + lane / 4, high_slot = low_slot + 8;
     const u32 staging = smem + STAGING_AT + (4 * side + warp) * STAGING_WARP;
     Ring ring;
-    Turns turns(smem, side);
     Scales scales;
     int i = blockIdx.x;
     Item next = place_of(p, min(i, total - 1));
@@ -365,12 +335,12 @@ __device__ void multiply_items(const Params &p, u32 smem, int side) {
         next_low = result_of(p, next.m, low_slot);
         next_high = result_of(p, next.m, high_slot);
         if (expert < 0 || !live) {
-            if (expert >= 0) skip_steps(p, smem, ring, turns);
+            if (expert >= 0) skip_steps(p, smem, ring);
             scales.locate(p, next, next_expert, low_slot, high_slot, next_low, next_high);
             continue;
         }
         float sum[64], sum2[64];
-        multiply_steps(p, smem, side, ring, turns, scales, sum, sum2);
+        multiply_steps(p, smem, side, ring, scales, sum, sum2);
         scales.locate(p, next, next_expert, low_slot, high_slot, next_low, next_high);
         const int column = at.n * WIDTH;
         if (GATED) {
@@ -396,10 +366,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_product(
         for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(smem + FULL_AT + 8 * stage, 1);
             barrier_init(smem + EMPTY_AT + 8 * stage, 8);
-        }
-        if (TURNS) {
-            barrier_init(smem + TURN_AT, 4);
-            barrier_init(smem + TURN_AT + 8, 4);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
