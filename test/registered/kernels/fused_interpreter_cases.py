@@ -10,6 +10,8 @@ from sglang.kernels import triton_support
 from sglang.kernels.ops.fused.argmax import argmax_rows
 from sglang.kernels.ops.fused.narrow import NarrowTile, narrow_linear
 from sglang.kernels.ops.fused.rows import (
+    GATE_MUL,
+    GATED_NORM,
     GateLaunch,
     add_rms_norm,
     gated_rms_norm,
@@ -192,10 +194,7 @@ def test_gates_quantised_at_once_are_the_gates_quantised_later(dtype, heads, siz
     assert_same_rows(silu_mul_quantized(both), silu_mul(both))
 
 
-PAIRS = [
-    GateLaunch(elements=elements, num_warps=warps, pairs=True, evict=evict)
-    for elements, warps, evict in ((2048, 4, ""), (1024, 2, "evict_first"), (4096, 4, ""))
-]
+EXACT = GateLaunch(elements=4096, num_warps=8, pairs=False)
 
 
 def hard_values(rows: int, heads: int, size: int, *, seed: int) -> torch.Tensor:
@@ -210,7 +209,7 @@ def hard_values(rows: int, heads: int, size: int, *, seed: int) -> torch.Tensor:
     return x.to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("launch", PAIRS)
+@pytest.mark.parametrize("launch", [GATED_NORM, GATE_MUL], ids=["gated norm's", "gates'"])
 @pytest.mark.parametrize(
     ("heads", "size"), [(3, 128), (2, 40) if triton_support.INTERPRETING else (5, 256)]
 )
@@ -220,22 +219,44 @@ def test_gates_in_pairs_keep_every_bit(launch, heads, size):
     z[5] *= 40.0
     o[6, 0, 1], o[6, 1, 2] = float("inf"), float("nan")
     weight, both = draw(size, seed=2), hard_values(7, 1, 2 * heads * size, seed=3)[:, 0]
-    plain = GateLaunch()
     for activation in ("silu", "sigmoid"):
         given = {"activation": activation}
-        wants = gated_rms_norm(o, z, weight, EPS, **given, launch=plain)
+        want = gated_rms_norm(o, z, weight, EPS, **given, launch=EXACT)
         got = gated_rms_norm(o, z, weight, EPS, **given, launch=launch)
-        assert torch.equal(got.view(torch.int16), wants.view(torch.int16))
-        want_rows = gated_rms_norm_quantized(o, z, weight, EPS, **given, launch=plain)
+        assert_same_halves(got, want)
+        want_rows = gated_rms_norm_quantized(o, z, weight, EPS, **given, launch=EXACT)
         got_rows = gated_rms_norm_quantized(o, z, weight, EPS, **given, launch=launch)
         assert_same_bits(got_rows, want_rows)
-    assert_same_bits(
-        sigmoid_mul_quantized(o, z, launch=launch), sigmoid_mul_quantized(o, z, launch=plain)
-    )
-    assert_same_bits(
-        silu_mul_quantized(both, launch=launch), silu_mul_quantized(both, launch=plain)
-    )
-    got, want = silu_mul(both, launch=launch), silu_mul(both, launch=plain)
+    for gated, given in ((sigmoid_mul, (o, z)), (silu_mul, (both,))):
+        assert_same_halves(gated(*given, launch=launch), gated(*given, launch=EXACT))
+    for gated, given in ((sigmoid_mul_quantized, (o, z)), (silu_mul_quantized, (both,))):
+        assert_same_bits(gated(*given, launch=launch), gated(*given, launch=EXACT))
+    with pytest.raises(AssertionError):
+        assert_same_halves(sigmoid_mul(o, z), sigmoid_mul(o.abs(), z))
+    with pytest.raises(AssertionError):
+        assert_same_bits(sigmoid_mul_quantized(o, z), sigmoid_mul_quantized(o, z * 1.01))
+
+
+@pytest.mark.parametrize("kind", ["none", "tensor", "split", "shared"])
+@pytest.mark.parametrize("size", [128, 200, 2048])
+def test_norms_in_pairs_keep_every_bit(kind, size):
+    """A sum that is not rounded before the norm, a flushed subnormal, a last group cut short."""
+    x, weight = hard_values(7, 1, size, seed=0)[:, 0], draw(size, seed=1)
+    delta = hard_values(7, 1, size, seed=9)[:, 0].flip(0) if kind == "tensor" else None
+    if kind in ("split", "shared"):
+        delta = deltas(torch.bfloat16, 7, size)[kind]
+    want, want_sum = norm_rows(x, delta, weight, EPS, plain=True, pairs=False, **BOTH)
+    for pairs in (True, None):
+        got, got_sum = norm_rows(x, delta, weight, EPS, plain=True, pairs=pairs, **BOTH)
+        assert_same_halves(got.as_plain(), want.as_plain())
+        assert_same_halves(got_sum, want_sum)
+        assert got.quantized is not None and want.quantized is not None
+        assert_same_bits(got.quantized, want.quantized)
+    with pytest.raises(AssertionError):
+        assert_same_halves(want_sum, want_sum.roll(1, 0))
+
+
+def assert_same_halves(got: torch.Tensor, want: torch.Tensor) -> None:
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
@@ -257,9 +278,11 @@ def test_every_quotient_of_two_bf16_mantissas(exponent):
     x = torch.minimum(x, x[..., :1]) * 2.0**exponent
     rows = x.view(-1, 1, 128).to(torch.bfloat16).to(DEVICE)
     gate = torch.full_like(rows, 100.0)
-    want = sigmoid_mul_quantized(rows, gate, launch=GateLaunch())
-    assert torch.equal(sigmoid_mul(rows, gate, launch=GateLaunch()), rows)
-    assert_same_bits(sigmoid_mul_quantized(rows, gate, launch=PAIRS[0]), want)
+    want = sigmoid_mul_quantized(rows, gate, launch=EXACT)
+    assert torch.equal(sigmoid_mul(rows, gate, launch=EXACT), rows)
+    assert_same_bits(sigmoid_mul_quantized(rows, gate), want)
+    with pytest.raises(AssertionError):
+        assert_same_bits(sigmoid_mul_quantized(rows.roll(1, 0), gate), want)
 
 
 def test_rows_that_hold_nan_leave_the_others_alone():

@@ -86,43 +86,38 @@ def test_argmax_compiles_for_hopper():
 
 NORMS = ("rms_norm", "rms_norm_wide", "rms_norm_routed", "rms_norm_split")
 GATES = ("gated_norm", "gate_mul")
+KINDS = [*NORMS, "rms_norm_pairs", *GATES, *(f"{gate}_pairs" for gate in GATES)]
 
 
 @pytest.mark.parametrize("quantize", [True, False])
-@pytest.mark.parametrize(
-    "kernel", [*NORMS, "rms_norm_pairs", *GATES, *(f"{g}_pairs" for g in GATES)]
-)
+@pytest.mark.parametrize("kernel", KINDS)
 def test_kernels_that_quantise_compile_for_hopper_into_one_layout(kernel, quantize):
     """FP8 stores of 16 bytes a thread would move the tile into a layout whose sums add in another order,
     and quantising in the norm would change the norm."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from sglang.kernels.ops.fused import gate_kernels, row_kernels
+    from sglang.kernels.ops.fused.rows import GATE_MUL, GATED_NORM
     from sglang.test.compile_kernels import compile_for_hopper
 
     norm = {"DELTA": "tensor", "COUNT": 0, "HAS_SHARED": False}
     norm |= {"UNIT_OFFSET": True, "PLAIN": True, "GROUP": 128, "PAIRED": False}
     routed = {"DELTA": "routed", "COUNT": 8, "HAS_SHARED": True, "BLOCK_G": 16}
-    paired = {"SILU": True, "PAIRED": True, "EVICT": ""}
+    gated = {"NUM_HEADS": 32, "SIZE": 128, "BLOCK_H": GATED_NORM.elements // 128, "BLOCK": 128}
+    product = {"NUM_HEADS": 16, "SIZE": 256, "BLOCK_G": GATE_MUL.elements // 128, "GROUP": 128}
     constants, num_warps = {
         "rms_norm": (norm | {"BLOCK_G": 16}, 8),
         "rms_norm_wide": (norm | {"BLOCK_G": 64}, 8),
         "rms_norm_routed": (norm | routed, 8),
         "rms_norm_split": (norm | {"DELTA": "split", "COUNT": 4, "BLOCK_G": 16}, 8),
-        "rms_norm_pairs": (norm | {"BLOCK_G": 16, "PAIRED": True}, 8),
-        "gated_norm_pairs": (
-            paired | {"NUM_HEADS": 32, "SIZE": 128, "BLOCK_H": 16, "BLOCK": 128},
-            4,
-        ),
-        "gate_mul_pairs": (paired | {"NUM_HEADS": 16, "SIZE": 256, "BLOCK_G": 16, "GROUP": 128}, 4),
-        "gated_norm": ({"SILU": True, "BLOCK_H": 16, "BLOCK": 128}, 4),
-        "gate_mul": ({"SILU": True, "BLOCK_G": 16, "GROUP": 128}, 4),
-    }[kernel]
+        "gated_norm": ({"SILU": True, "PAIRED": False} | gated, GATED_NORM.num_warps),
+        "gate_mul": ({"SILU": True, "PAIRED": False} | product, GATE_MUL.num_warps),
+    }[kernel.removesuffix("_pairs")]
+    if kernel.endswith("_pairs"):
+        constants = constants | {"PAIRED": True}
     function = {
-        "gated_norm": row_kernels.gated_norm_kernel,
-        "gate_mul": row_kernels.gate_mul_kernel,
-        "gated_norm_pairs": gate_kernels.gated_norm_pairs_kernel,
-        "gate_mul_pairs": gate_kernels.gate_mul_pairs_kernel,
-    }.get(kernel, row_kernels.rms_norm_kernel)
+        "gated_norm": gate_kernels.gated_norm_kernel,
+        "gate_mul": gate_kernels.gate_mul_kernel,
+    }.get(kernel.removesuffix("_pairs"), row_kernels.rms_norm_kernel)
     halves = ("p_x", "p_delta", "p_sum", "p_out", "p_o", "p_z", "p_gate", "p_shared", "p_weights")
     types = dict.fromkeys(halves, "*bf16") | {"p_chosen": "*i32"}
     types |= {"p_weight": "*fp32", "p_scale": "*fp32", "p_q": "*fp8e4nv", "eps": "fp32"}

@@ -1,6 +1,7 @@
-"""Candidates for the gated norm and the gates: the same tiles and bits as in ``row_kernels``, in fewer instructions.
+"""Triton kernels of the gated norm and the gates; all arithmetic in fp32, one rounding at the end.
 
-Heads and widths are constants, so that items need no division at run time.
+They are bound by instructions: heads and widths are constants, so that items need no division at run
+time, and PAIRED selects the short forms of `pair_arith`, which change no bit.
 """
 
 from __future__ import annotations
@@ -9,23 +10,12 @@ import triton
 import triton.language as tl
 
 from sglang.kernels.launch_overlap_kernels import after_previous
-from sglang.kernels.ops.fused.pair_arith import over_one_plus_exp, quantize_pairs, round_to, widen
-
-
-@triton.jit
-def store_gated(
-    p_out, p_scale, x, at, inside, live, AS_WIDE_AS: tl.constexpr, PAIRED: tl.constexpr
-):
-    """Quantise x [items, 128], of values of type AS_WIDE_AS, and store it in the layout that it has."""
-    WIDTH: tl.constexpr = 128 // AS_WIDE_AS.primitive_bitwidth
-    scaled, scale = quantize_pairs(x, PAIRED)
-    p_to = tl.max_contiguous(p_out + at, (1, WIDTH))
-    tl.store(p_to, scaled.to(p_out.dtype.element_ty), mask=inside)
-    tl.store(p_scale, scale, mask=live)
+from sglang.kernels.ops.fused.pair_arith import over_one_plus_exp, round_to, widen
+from sglang.kernels.ops.fused.row_kernels import store_quantized
 
 
 @triton.jit(do_not_specialize=("num_items",))
-def gated_norm_pairs_kernel(
+def gated_norm_kernel(
     p_o,
     p_z,
     p_weight,
@@ -44,7 +34,6 @@ def gated_norm_pairs_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
     PAIRED: tl.constexpr,
-    EVICT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """norm(o) * weight * act(z), rounded to z's dtype; BLOCK_H heads of consecutive rows a program.
@@ -58,9 +47,9 @@ def gated_norm_pairs_kernel(
     live = item < num_items
     inside = live[:, None] & (column < SIZE)[None, :]
     p_row = p_o + row * stride_ot + head * stride_oh
-    o = tl.load(p_row[:, None] + column[None, :], mask=inside, other=0.0, eviction_policy=EVICT)
+    o = tl.load(p_row[:, None] + column[None, :], mask=inside, other=0.0)
     p_row = p_z + row * stride_zt + head * stride_zh
-    z = tl.load(p_row[:, None] + column[None, :], mask=inside, other=0.0, eviction_policy=EVICT)
+    z = tl.load(p_row[:, None] + column[None, :], mask=inside, other=0.0)
     o, z = widen(o, PAIRED), widen(z, PAIRED)
     weight = tl.load(p_weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     gate = over_one_plus_exp(1.0, z, PAIRED)
@@ -71,13 +60,15 @@ def gated_norm_pairs_kernel(
     at = item.to(tl.int64)[:, None] * SIZE + column[None, :]
     if QUANTIZE:
         gated = round_to(gated, p_z.dtype.element_ty, PAIRED)
-        store_gated(p_out, p_scale + item, gated, at, inside, live, p_z.dtype.element_ty, PAIRED)
+        store_quantized(
+            p_out, p_scale + item, gated, at, inside, live, p_z.dtype.element_ty, PAIRED
+        )
     else:
         tl.store(p_out + at, gated.to(p_z.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=("num_items",))
-def gate_mul_pairs_kernel(
+def gate_mul_kernel(
     p_x,
     p_gate,
     p_out,
@@ -94,7 +85,6 @@ def gate_mul_pairs_kernel(
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
     PAIRED: tl.constexpr,
-    EVICT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """x * act(gate) rounded to x's dtype; BLOCK_G groups of 128 columns of one head a program.
@@ -111,9 +101,9 @@ def gate_mul_pairs_kernel(
     live = item < num_items
     inside = live[:, None] & (start[:, None] + within[None, :] < SIZE)
     p_from = p_x + row * stride_xt + head * stride_xh + start
-    x = tl.load(p_from[:, None] + within[None, :], mask=inside, other=0.0, eviction_policy=EVICT)
+    x = tl.load(p_from[:, None] + within[None, :], mask=inside, other=0.0)
     p_from = p_gate + row * stride_gt + head * stride_gh + start
-    gate = tl.load(p_from[:, None] + within[None, :], mask=inside, other=0.0, eviction_policy=EVICT)
+    gate = tl.load(p_from[:, None] + within[None, :], mask=inside, other=0.0)
     x, gate = widen(x, PAIRED), widen(gate, PAIRED)
     if SILU:
         product = over_one_plus_exp(gate, gate, PAIRED) * x
@@ -122,6 +112,8 @@ def gate_mul_pairs_kernel(
     at = ((row * NUM_HEADS + head) * SIZE + start)[:, None] + within[None, :]
     if QUANTIZE:
         rounded = round_to(product, p_x.dtype.element_ty, PAIRED)
-        store_gated(p_out, p_scale + item, rounded, at, inside, live, p_x.dtype.element_ty, PAIRED)
+        store_quantized(
+            p_out, p_scale + item, rounded, at, inside, live, p_x.dtype.element_ty, PAIRED
+        )
     else:
         tl.store(p_out + at, product.to(p_x.dtype.element_ty), mask=inside)

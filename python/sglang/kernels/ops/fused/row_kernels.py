@@ -12,7 +12,6 @@ import triton.language as tl
 from sglang.kernels.launch_overlap_kernels import after_previous
 from sglang.kernels.ops.fused.pair_arith import narrow, quantize_pairs, round_to, widen
 from sglang.kernels.ops.fused.sum_kernels import routed_sum, split_sum
-from sglang.kernels.ops.quantization.group_quant import silu_product
 
 
 @triton.jit
@@ -24,7 +23,7 @@ def store_quantized(
     inside,
     group_ok,
     AS_WIDE_AS: tl.constexpr,
-    PAIRED: tl.constexpr = False,
+    PAIRED: tl.constexpr,
 ):
     """Quantise x [groups, width] fp32 and store it.
 
@@ -128,55 +127,6 @@ def rms_norm_kernel(
         store_quantized(p_q, p_to, rounded, at, inside, group_ok, x_type, PAIRED)
 
 
-@triton.jit(do_not_specialize=("num_items",))
-def gated_norm_kernel(
-    p_o,
-    p_z,
-    p_weight,
-    p_out,
-    p_scale,
-    stride_ot,
-    stride_oh,
-    stride_zt,
-    stride_zh,
-    num_items,
-    num_heads,
-    size,
-    eps,
-    SILU: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """norm(o) * weight * act(z), rounded to z's dtype; BLOCK_H heads of consecutive rows a program.
-
-    out is contiguous; with QUANTIZE it is e4m3, and a head is one group (size == BLOCK).
-    """
-    after_previous(OVERLAP)
-    item = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row, head = (item // num_heads).to(tl.int64), item % num_heads
-    column = tl.arange(0, BLOCK)
-    live = item < num_items
-    inside = live[:, None] & (column < size)[None, :]
-    p_row = p_o + row * stride_ot + head * stride_oh
-    o = tl.load(p_row[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    p_row = p_z + row * stride_zt + head * stride_zh
-    z = tl.load(p_row[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(p_weight + column, mask=column < size, other=0.0).to(tl.float32)
-    gate = 1.0 / (1.0 + tl.exp(-z))
-    if SILU:
-        gate *= z
-    scale = tl.rsqrt(tl.sum(o * o, 1) / size + eps)
-    gated = (o * scale[:, None] * weight[None, :] * gate).to(p_z.dtype.element_ty)
-    at = item.to(tl.int64)[:, None] * size + column[None, :]
-    if QUANTIZE:
-        gated = gated.to(tl.float32)
-        store_quantized(p_out, p_scale + item, gated, at, inside, live, p_z.dtype.element_ty)
-    else:
-        tl.store(p_out + at, gated, mask=inside)
-
-
 @triton.jit
 def norm_rope_kernel(
     p_x,
@@ -222,53 +172,3 @@ def norm_rope_kernel(
     turned = x * cos + tl.where(column < half, -other, other) * sin
     p_to = p_out + (row * num_heads + head) * size + column
     tl.store(p_to, turned.to(p_out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=("num_items",))
-def gate_mul_kernel(
-    p_x,
-    p_gate,
-    p_out,
-    p_scale,
-    stride_xt,
-    stride_xh,
-    stride_gt,
-    stride_gh,
-    num_items,
-    num_heads,
-    size,
-    SILU: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    GROUP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """x * act(gate) rounded to x's dtype; BLOCK_G groups of 128 columns of one head a program.
-
-    Items are groups, head by head and row by row. out is contiguous; with QUANTIZE it is e4m3 and size a
-    multiple of GROUP, or there is one head.
-    """
-    after_previous(OVERLAP)
-    item = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
-    groups = tl.cdiv(size, GROUP)
-    row = (item // (groups * num_heads)).to(tl.int64)
-    head, group = item // groups % num_heads, item % groups
-    within = tl.arange(0, GROUP)
-    live = item < num_items
-    start = group * GROUP
-    inside = live[:, None] & (start[:, None] + within[None, :] < size)
-    p_from = p_x + row * stride_xt + head * stride_xh + start
-    x = tl.load(p_from[:, None] + within[None, :], mask=inside, other=0.0).to(tl.float32)
-    p_from = p_gate + row * stride_gt + head * stride_gh + start
-    gate = tl.load(p_from[:, None] + within[None, :], mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        product = silu_product(gate, x)
-    else:
-        product = x / (1.0 + tl.exp(-gate))
-    rounded = product.to(p_x.dtype.element_ty)
-    at = ((row * num_heads + head) * size + start)[:, None] + within[None, :]
-    if QUANTIZE:
-        rounded = rounded.to(tl.float32)
-        store_quantized(p_out, p_scale + item, rounded, at, inside, live, p_x.dtype.element_ty)
-    else:
-        tl.store(p_out + at, rounded, mask=inside)

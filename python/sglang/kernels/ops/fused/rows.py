@@ -18,16 +18,8 @@ from sglang.kernels.ops.quantization.fp8 import quantize
 from sglang.kernels.ops.quantization.rows import GROUP, NormedRows, QuantizedRows, num_groups
 
 if triton_support.AVAILABLE:
-    from sglang.kernels.ops.fused.gate_kernels import (
-        gate_mul_pairs_kernel,
-        gated_norm_pairs_kernel,
-    )
-    from sglang.kernels.ops.fused.row_kernels import (
-        gate_mul_kernel,
-        gated_norm_kernel,
-        norm_rope_kernel,
-        rms_norm_kernel,
-    )
+    from sglang.kernels.ops.fused.gate_kernels import gate_mul_kernel, gated_norm_kernel
+    from sglang.kernels.ops.fused.row_kernels import norm_rope_kernel, rms_norm_kernel
 
 
 @dataclass(frozen=True)
@@ -36,21 +28,16 @@ class GateLaunch:
     as long as a thread holds 8 elements or more.
 
     elements  of a program, which holds several heads or groups
-    pairs     the kernels with fewer instructions (`gate_kernels.py`), in place of those in `row_kernels.py`
-    evict     what the L2 cache is told of the inputs: "" or "evict_first"
+    pairs     bf16 rows in the short forms of `pair_arith.py`, in place of the exact ones
     """
 
-    elements: int = 2048
-    num_warps: int = 4
-    pairs: bool = False
-    evict: str = ""
+    elements: int
+    num_warps: int
+    pairs: bool = True
 
 
-NORM_PAIRS = False
-"""Whether norms of bf16 rows run in fewer instructions; no bit changes."""
-
-GATED_NORM = GateLaunch()
-GATE_MUL = GateLaunch()
+GATED_NORM = GateLaunch(1024, 2)
+GATE_MUL = GateLaunch(2048, 4)
 
 
 def _block(size: int) -> int:
@@ -85,12 +72,13 @@ def norm_rows(
     unit_offset: bool,
     plain: bool,
     quantized: bool,
-    pairs: bool = NORM_PAIRS,
+    pairs: bool | None = None,
 ) -> tuple[NormedRows, Tensor]:
     """(norm(x + delta) in the forms asked for; x + delta) of x, delta [T, H].
 
     ``delta`` None: the norm of x, and x itself. Bits are those of ``rms_norm`` or ``add_rms_norm`` of the
-    delta's total.
+    delta's total. ``pairs`` runs bf16 rows in the short forms of `pair_arith.py`, which change no bit; None:
+    all but sums of experts, which take longer so when rows are few.
     """
     total = x if delta is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if plain else None
@@ -148,7 +136,7 @@ def _launch_norm(
     quantized: QuantizedRows | None,
     eps: float,
     unit_offset: bool,
-    pairs: bool = NORM_PAIRS,
+    pairs: bool | None = None,
 ) -> None:
     if not x.numel():
         return
@@ -158,6 +146,7 @@ def _launch_norm(
     values = x if quantized is None else quantized.values
     scale = weight if quantized is None else quantized.scale
     block_g = _block(num_groups(size))
+    pairs = added.kind != "routed" if pairs is None else pairs
     options = overlapping(x)
     of_pairs = (x, total, rounding, *((added.delta,) if added.kind == "tensor" else ()))
     rms_norm_kernel[(x.shape[0],)](
@@ -248,31 +237,6 @@ def _launch_gated_norm(
     block = _block(size)
     block_h = max(1, launch.elements // block)
     options = overlapping(o)
-    if launch.pairs:
-        gated_norm_pairs_kernel[(-(-num_items // block_h),)](
-            o,
-            z,
-            weight,
-            out,
-            out if scale is None else scale,
-            o.stride(0),
-            o.stride(1),
-            z.stride(0),
-            z.stride(1),
-            num_items,
-            eps,
-            NUM_HEADS=num_heads,
-            SIZE=size,
-            SILU=activation == "silu",
-            QUANTIZE=scale is not None,
-            BLOCK_H=block_h,
-            BLOCK=block,
-            PAIRED=_in_pairs(options, o, z),
-            EVICT=launch.evict,
-            **options,
-            num_warps=launch.num_warps,
-        )
-        return
     gated_norm_kernel[(-(-num_items // block_h),)](
         o,
         z,
@@ -284,13 +248,14 @@ def _launch_gated_norm(
         z.stride(0),
         z.stride(1),
         num_items,
-        num_heads,
-        size,
         eps,
+        NUM_HEADS=num_heads,
+        SIZE=size,
         SILU=activation == "silu",
         QUANTIZE=scale is not None,
         BLOCK_H=block_h,
         BLOCK=block,
+        PAIRED=launch.pairs and _in_pairs(options, o, z),
         **options,
         num_warps=launch.num_warps,
     )
@@ -390,29 +355,6 @@ def _launch_gate_mul(
         return
     block_g = launch.elements // GROUP
     options = overlapping(x)
-    if launch.pairs:
-        gate_mul_pairs_kernel[(-(-num_items // block_g),)](
-            x,
-            gate,
-            out,
-            out if scale is None else scale,
-            x.stride(0),
-            x.stride(1),
-            gate.stride(0),
-            gate.stride(1),
-            num_items,
-            NUM_HEADS=num_heads,
-            SIZE=size,
-            SILU=silu,
-            QUANTIZE=scale is not None,
-            BLOCK_G=block_g,
-            GROUP=GROUP,
-            PAIRED=_in_pairs(options, x, gate),
-            EVICT=launch.evict,
-            **options,
-            num_warps=launch.num_warps,
-        )
-        return
     gate_mul_kernel[(-(-num_items // block_g),)](
         x,
         gate,
@@ -423,12 +365,13 @@ def _launch_gate_mul(
         gate.stride(0),
         gate.stride(1),
         num_items,
-        num_heads,
-        size,
+        NUM_HEADS=num_heads,
+        SIZE=size,
         SILU=silu,
         QUANTIZE=scale is not None,
         BLOCK_G=block_g,
         GROUP=GROUP,
+        PAIRED=launch.pairs and _in_pairs(options, x, gate),
         **options,
         num_warps=launch.num_warps,
     )
