@@ -7,10 +7,14 @@ import torch
 
 from sglang.kernels import triton_support
 from sglang.kernels.ops.attention.paged.store import (
+    FEW_ROWS,
+    STORE_FEW,
+    STORE_MANY,
     NormRope,
     StoreLaunch,
     norm_rope_store,
     store_kv,
+    store_launch,
 )
 from sglang.kernels.ops.fused.rows import norm_rope
 from sglang.srt.mem_cache.pool.kv_pool import MHATokenToKVPool
@@ -112,11 +116,23 @@ def test_the_fused_form_equals_its_parts(gate):
     assert torch.equal(values[slots[live]], want_values[slots[live]])
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
+LAUNCHES = {
+    "few rows": STORE_FEW,
+    "many rows": STORE_MANY,
+    "one": StoreLaunch(1),
+    "four": StoreLaunch(4, 2),
+}
+KV_OF_16_BITS_OR_LESS = [torch.bfloat16, torch.float8_e4m3fn][
+    : 1 if triton_support.INTERPRETING else 2
+]  # its cast to fp8 loses the carry of a mantissa
+
+
+@pytest.mark.parametrize("kv_dtype", KV_OF_16_BITS_OR_LESS)
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 @pytest.mark.parametrize(("dim", "half"), [(240, 16), (256, 32)])
-def test_heads_side_by_side_are_heads_alone(heads, dim, half):
+def test_heads_side_by_side_are_heads_alone(launch, dim, half, kv_dtype):
     """A partner of another head, a key head with a query's weight, -0 turned to 0 beyond the rotated dims."""
-    q, k, v = projections(heads=5, dim=dim, dtype=torch.bfloat16, gate=True)
+    q, k, v = projections(heads=9, dim=dim, dtype=torch.bfloat16, gate=True)
     q[0, 0, -4:] = -0.0
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(2, dim, generator=generator).to(DEVICE)
@@ -125,26 +141,26 @@ def test_heads_side_by_side_are_heads_alone(heads, dim, half):
     positions = torch.tensor([7, 0, 8, 30, 0], device=DEVICE)
     slots = torch.tensor(SLOTS, device=DEVICE)
     results = []
-    assert StoreLaunch(heads).serves(q, half) and not StoreLaunch(heads, 8).serves(q, half)
-    for launch in (
-        StoreLaunch(),
-        StoreLaunch(heads=heads),
-        StoreLaunch(heads, min(heads, 2), "evict_first"),
-    ):
-        keys, values = (poisoned(torch.bfloat16, dim=dim) for _ in range(2))
+    assert launch.serves(q, half) and not StoreLaunch(launch.heads, 16).serves(q, half)
+    for each in (StoreLaunch(), launch):
+        keys, values = (poisoned(kv_dtype, dim=dim) for _ in range(2))
         pools = {"k_buffer": keys, "v_buffer": values}
-        out = norm_rope_store(
-            q, k, v, norm, positions=positions, slots=slots, **pools, launch=launch
-        )
+        out = norm_rope_store(q, k, v, norm, positions=positions, slots=slots, **pools, launch=each)
         results.append([out[slots >= 0], keys, values])
-    for result in results[1:]:
-        for got, want in zip(result, results[0], strict=True):
-            if (
-                triton_support.INTERPRETING
-            ):  # it adds the squares of one head and of several differently
-                torch.testing.assert_close(got, want, rtol=8e-3, atol=1e-6, equal_nan=True)
-            else:
-                assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+    for want, got in zip(*results, strict=True):
+        if (
+            triton_support.INTERPRETING
+        ):  # it adds the squares of one head and of several differently
+            torch.testing.assert_close(got, want, rtol=8e-3, atol=1e-6, equal_nan=True)
+        else:
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+        assert not torch.equal(got.view(torch.uint8), want.view(torch.uint8).roll(1, 1))
+
+
+def test_rows_choose_the_launch():
+    """Few rows launched as many are 0.5 us slower a layer, many rows as few 49 us."""
+    assert store_launch(1) == store_launch(FEW_ROWS) == STORE_FEW
+    assert store_launch(FEW_ROWS + 1) == STORE_MANY != STORE_FEW
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])

@@ -168,19 +168,45 @@ def test_small_kernels_compile_for_hopper():
             compile_for_hopper(kernel, pointers=pools, **sizes)
 
 
-@pytest.mark.parametrize("heads", [1, 4])
-def test_heads_of_a_row_exchange_halves_in_registers(heads):
-    """Through shared memory, or with each head loaded twice, it would be no better than one head a program."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from sglang.kernels.ops.attention.paged.store_heads_kernel import norm_rope_store_heads_kernel
-    from sglang.test.compile_kernels import compile_for_hopper
-
+def heads_sizes(launch, pool, *, paired):
+    """What compiles norm_rope_store_heads_kernel for a launch and pools of a type."""
     constants = {"HEAD_DIM": 256, "BLOCK_D": 256, "NUM_HEADS": 16, "NUM_KV_HEADS": 2, "HALF": 32}
-    constants |= {"BLOCK_H": heads, "UNIT_OFFSET": True, "PAIRED": True, "EVICT": ""}
-    kernel = norm_rope_store_heads_kernel
-    ptx = compile_for_hopper(kernel, pointers=POINTERS, constants=constants, num_warps=1)
-    assert "shared" not in ptx.split(".entry")[1] and "shfl.sync.bfly" in ptx
-    assert "cvt.rn.bf16.f32" not in ptx
+    constants |= {"BLOCK_H": launch.heads, "UNIT_OFFSET": True, "PAIRED": paired}
+    pointers = {**POINTERS, "p_k_buffer": pool, "p_v_buffer": pool}
+    return {"pointers": pointers, "constants": constants, "num_warps": launch.num_warps}
+
+
+@pytest.mark.parametrize("pool", ["*bf16", "*fp8e4nv"])
+def test_heads_of_a_row_exchange_halves_in_registers(pool):
+    """Through shared memory, or with each head loaded twice, it would be no better than one head a program;
+    stores of 16 FP8 results a thread would add the squares in another order than without FP8."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.attention.paged.store import STORE_FEW, STORE_MANY
+    from sglang.kernels.ops.attention.paged.store_heads_kernel import norm_rope_store_heads_kernel
+    from sglang.test.compile_kernels import HOPPER, compile_kernel
+
+    for launch in (STORE_FEW, STORE_MANY):
+        sizes = heads_sizes(launch, pool, paired=True)
+        texts = compile_kernel(norm_rope_store_heads_kernel, target=HOPPER, **sizes)
+        ptx = texts["ptx"]
+        assert launch.num_warps > 1 or "shared" not in ptx.split(".entry")[1]
+        assert "shfl.sync.bfly" in ptx and "cvt.rn.bf16.f32" not in ptx
+        assert ("st.global.v2.b32" in ptx) == (pool == "*fp8e4nv")
+        assert "[1, 8]" in texts["ttgir"] and "[1, 16]" not in texts["ttgir"]
+
+
+def test_heads_of_a_row_compile_for_amd():
+    """Catches instructions of NVIDIA's in the plain forms, and the two launches adding in two orders."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sglang.kernels.ops.attention.paged.store import STORE_FEW, STORE_MANY
+    from sglang.kernels.ops.attention.paged.store_heads_kernel import norm_rope_store_heads_kernel
+    from sglang.test.compile_kernels import AMD, compile_kernel
+
+    for target, fp8 in zip(AMD, ("*fp8e4b8", "*fp8e4nv"), strict=True):
+        for launch in (STORE_FEW, STORE_MANY):
+            sizes = heads_sizes(launch, fp8, paired=False)
+            texts = compile_kernel(norm_rope_store_heads_kernel, target=target, **sizes)
+            assert "[1, 8]" in texts["ttgir"] and "[1, 16]" not in texts["ttgir"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -40,12 +40,10 @@ class StoreLaunch:
 
     heads      of a row a program; 0: one, by the kernel that loads a head and its rotated partner
     num_warps  at most one a head: a head's squares are added by one warp, in one order
-    evict      what the L2 cache is told of the inputs: "" or "evict_first"
     """
 
     heads: int = 0
     num_warps: int = 1
-    evict: str = ""
 
     def serves(self, q: Tensor, half: int) -> bool:
         """Whether several heads a program add as one head a program does: 8 elements a thread of one warp."""
@@ -55,10 +53,9 @@ class StoreLaunch:
 
 _WARP_ELEMENTS = 256
 
-
 FEW_ROWS = 512
-STORE_FEW = StoreLaunch()
-STORE_MANY = StoreLaunch()
+STORE_FEW = StoreLaunch(heads=2)
+STORE_MANY = StoreLaunch(heads=8, num_warps=2)
 
 
 def store_launch(num_rows: int) -> StoreLaunch:
@@ -214,7 +211,6 @@ def _store_heads(
         BLOCK_D=_block(head_dim),
         BLOCK_H=launch.heads,
         PAIRED=options["OVERLAP"] and q.dtype is torch.bfloat16 and k.dtype is torch.bfloat16,
-        EVICT=launch.evict,
         **options,
         num_warps=launch.num_warps,
     )

@@ -1,4 +1,4 @@
-"""Candidate for norm, rotation and store at once: several heads a program, each element loaded once."""
+"""Norm, rotation and store at once, several heads a program, each element loaded once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ def norm_rope_store_heads_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PAIRED: tl.constexpr,
-    EVICT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """BLOCK_H heads of one row. Grid (rows x tiles), a tile being of query, of key or of value heads; a row's
@@ -78,12 +77,15 @@ def norm_rope_store_heads_kernel(
     if slot < 0:
         return
     d = tl.arange(0, BLOCK_D)
+    # Wider stores of FP8 keys or values would add the squares in the order of another layout.
+    WIDTH: tl.constexpr = 128 // p_out.dtype.element_ty.primitive_bitwidth
     if tile >= Q_TILES + KV_TILES:
         head = (tile - Q_TILES - KV_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)
         inside = (head < NUM_KV_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
         p_from = p_v + row * stride_vt + head[:, None] * stride_vh + d[None, :]
-        v = tl.load(p_from, mask=inside, other=0.0, eviction_policy=EVICT)
+        v = tl.load(p_from, mask=inside, other=0.0)
         p_vb = p_v_buffer + slot * stride_vs + head[:, None] * stride_vsh + d[None, :]
+        p_vb = tl.max_contiguous(p_vb, (1, WIDTH))
         tl.store(p_vb, v.to(p_v_buffer.dtype.element_ty), mask=inside)
         return
     is_query = tile < Q_TILES
@@ -95,7 +97,7 @@ def norm_rope_store_heads_kernel(
     head = first + tl.arange(0, BLOCK_H)
     inside = (head < count)[:, None] & (d < HEAD_DIM)[None, :]
     p_from = p_from + head[:, None] * stride + d[None, :]
-    x = widen(tl.load(p_from, mask=inside, other=0.0, eviction_policy=EVICT), PAIRED)
+    x = widen(tl.load(p_from, mask=inside, other=0.0), PAIRED)
     rotated, lower = d < 2 * HALF, d < HALF
     at = position * HALF + tl.where(lower, d, d - HALF)
     cos = tl.load(p_cos + at, mask=rotated, other=1.0)
@@ -113,4 +115,5 @@ def norm_rope_store_heads_kernel(
         tl.store(p_to, turned, mask=inside)
     else:
         p_kb = p_k_buffer + slot * stride_ks + head[:, None] * stride_ksh + d[None, :]
+        p_kb = tl.max_contiguous(p_kb, (1, WIDTH))
         tl.store(p_kb, turned.to(p_k_buffer.dtype.element_ty), mask=inside)
