@@ -1,4 +1,4 @@
-"""Time norms, gates and the KV store of a chunk in their candidate forms, and ask each for the present form's bits.
+"""Time norms, gates and the KV store of a chunk in their candidate forms, and compare their bits with those in use.
 
     PYTHONPATH=python python benchmark/gpu_kernels/rows.py --out results.json [--budget-s 30] [--rows 8192 100]
 
@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,7 +30,6 @@ from sglang.kernels.ops.attention.paged.store import (
 from sglang.kernels.ops.fused.rows import (
     GATE_MUL,
     GATED_NORM,
-    NORM_PAIRS,
     GateLaunch,
     gated_rms_norm,
     gated_rms_norm_quantized,
@@ -95,12 +94,9 @@ def of_rows(rows: QuantizedRows) -> Results:
 
 
 def gates(present: GateLaunch) -> dict[str, GateLaunch]:
-    found = {"in use": present, "plain": GateLaunch()}
+    found = {"in use": present, "exact": replace(present, pairs=False)}
     for elements, warps in ((2048, 4), (1024, 2), (1024, 4), (4096, 4), (4096, 8), (8192, 8)):
-        found[f"pairs {elements} w{warps}"] = GateLaunch(elements, warps, True)
-    for elements, warps in ((2048, 4), (1024, 2)):
-        name = f"pairs {elements} w{warps} evict_first"
-        found[name] = GateLaunch(elements, warps, True, "evict_first")
+        found[f"{elements} w{warps}"] = GateLaunch(elements, warps)
     return found
 
 
@@ -151,9 +147,6 @@ def stores(rows: int) -> dict[str, StoreLaunch]:
     found = {"in use": store_launch(rows), "one head": StoreLaunch()}
     for heads, warps in ((4, 1), (2, 1), (1, 1), (8, 1), (8, 2), (16, 4), (4, 2), (8, 4)):
         found[f"heads {heads} w{warps}"] = StoreLaunch(heads, warps)
-    for heads, warps in ((4, 1), (2, 1)):
-        name = f"heads {heads} w{warps} evict_first"
-        found[name] = StoreLaunch(heads, warps, "evict_first")
     return found
 
 
@@ -188,7 +181,7 @@ def store_case(rows: int) -> Case:
 def norm_cases(rows: int) -> Iterator[Case]:
     weight = draw(HIDDEN)
 
-    def norm(pairs: bool, plain: bool) -> Call:
+    def norm(pairs: bool | None, plain: bool) -> Call:
         def call(x: Tensor, delta: Tensor, *routed: Tensor) -> Results:
             added = RoutedSum(delta, *routed) if routed else delta
             given = {"unit_offset": True, "plain": plain, "quantized": True, "pairs": pairs}
@@ -208,8 +201,8 @@ def norm_cases(rows: int) -> Iterator[Case]:
     count = float(rows * HIDDEN)
     for plain in (True, False):
         calls = {
-            "in use": norm(NORM_PAIRS, plain),
-            "plain": norm(False, plain),
+            "in use": norm(None, plain),
+            "exact": norm(False, plain),
             "pairs": norm(True, plain),
         }
         yield Case(
@@ -219,8 +212,8 @@ def norm_cases(rows: int) -> Iterator[Case]:
             calls,
         )
     calls = {
-        "in use": norm(NORM_PAIRS, False),
-        "plain": norm(False, False),
+        "in use": norm(None, False),
+        "exact": norm(False, False),
         "pairs": norm(True, False),
     }
     yield Case("routed+norm+quantise", count * 23, routed, calls)
