@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     os.environ.setdefault("SGLANG_SIMULATE_ACC_LEN", str(ACCEPT_LENGTH))
+    if args.ordinary_launches:
+        from sglang.kernels.launch_overlap import use_ordinary_launches
+
+        use_ordinary_launches()
     with model_directory("demo" if args.demo else args.model_path) as model_path:
         bench = StepBench(args, model_path)
         document: dict[str, Any] = {
@@ -115,6 +119,11 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--service-steps", type=int, default=30, help="decode steps in service; 0: none (30)"
+    )
+    parser.add_argument(
+        "--ordinary-launches",
+        action="store_true",
+        help="launch no kernel before the one in front has ended: the table then charges none for waiting",
     )
     parser.add_argument("--demo", action="store_true", help="bundled model on the CPU, tiny")
     args = parser.parse_args(argv[:cut])

@@ -28,6 +28,11 @@ from setups import ARMS, DEMO_FLAGS, PUBLISHED_FLAGS
 TAIL_TOKENS = 65
 """Tokens of a prompt that are computed after the jump: at least one must be, and a page is 64."""
 
+OVERLAP_NOTE = (
+    "On compute capability 9.0 launches overlap, and a kernel's time includes its wait for the one in "
+    "front: families add up to more than the GPU is busy. --ordinary-launches charges none for waiting."
+)
+
 
 @dataclass(frozen=True)
 class PromptsShape:
@@ -97,6 +102,7 @@ class StepBench:
         record["notes"] = [
             f"Without the profiler a step takes {wall['wall_us_per_step'] / 1000:.2f} ms of wall time, "
             f"so the GPU idles {100 * record['gpu_idle_share_of_wall']:.1f} % of it.",
+            *([] if self._args.ordinary_launches else [OVERLAP_NOTE]),
         ]
         requests = len(self._scheduler.running)
         title = f"verify step of {requests} x {width} rows after about {args.context}"

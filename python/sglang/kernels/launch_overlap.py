@@ -15,6 +15,23 @@ import torch
 
 from sglang.kernels import triton_support
 
+_is_wanted = True
+
+
+def use_ordinary_launches() -> None:
+    """From now on, launch every kernel when the one in front has ended.
+
+    For profiles: a kernel that waits is charged for the wait. Before the first launch, so that none is
+    captured or compiled the other way.
+    """
+    global _is_wanted
+    _is_wanted = False
+
+
+def is_overlapping(device: torch.device) -> bool:
+    """Whether launches on ``device`` overlap."""
+    return _is_wanted and _can_overlap(device)
+
 
 @cache
 def _can_overlap(device: torch.device) -> bool:
@@ -28,6 +45,6 @@ def overlapping(tensor: torch.Tensor) -> dict[str, bool]:
 
     ``launch_pdl`` is left out where it is off, because AMD's compiler does not know the option.
     """
-    if _can_overlap(tensor.device):
+    if is_overlapping(tensor.device):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}

@@ -100,6 +100,14 @@ def test_launches_overlap_only_where_kernels_can_wait(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, n=name: capability[n])
         monkeypatch.setattr(launch_overlap.triton_support, "INTERPRETING", False)
         assert launch_overlap._can_overlap.__wrapped__(torch.device("cuda")) is found
+    monkeypatch.setattr(launch_overlap, "_can_overlap", lambda device: True)
+    assert launch_overlap.overlapping(torch.zeros(1)) == {"OVERLAP": True, "launch_pdl": True}
+    monkeypatch.setattr(
+        launch_overlap, "_is_wanted", True
+    )  # what the next line changes is put back
+    launch_overlap.use_ordinary_launches()
+    assert launch_overlap.overlapping(torch.zeros(1)) == {"OVERLAP": False}
+    monkeypatch.undo()
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not launch_overlap._can_overlap.__wrapped__(torch.device("cuda"))
 

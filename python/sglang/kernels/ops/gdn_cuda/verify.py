@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.kernels.launch_overlap import is_overlapping
 from sglang.kernels.ops.gdn_cuda.launch_table import VerifyTile, select_tile
 from sglang.kernels.ops.gdn_cuda.module import (
     HEAD_DIM,
@@ -218,5 +219,5 @@ def launch_units(
         tile.num_warps * 32,
         module.smem_bytes(num_tokens),
         [params],
-        overlap_previous=tile.pdl,
+        overlap_previous=tile.pdl and is_overlapping(x.states.device),
     )
