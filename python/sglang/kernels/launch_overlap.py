@@ -30,11 +30,12 @@ def use_ordinary_launches() -> None:
 
 def is_overlapping(device: torch.device) -> bool:
     """Whether launches on ``device`` overlap."""
-    return _is_wanted and _can_overlap(device)
+    return _is_wanted and can_overlap(device)
 
 
 @cache
-def _can_overlap(device: torch.device) -> bool:
+def can_overlap(device: torch.device) -> bool:
+    """Whether ``device`` has what compute capability 9.0 brought, however kernels are launched."""
     if device.type != "cuda" or torch.version.hip is not None or triton_support.INTERPRETING:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,7 +1,7 @@
 """Kernels that may be launched before the one in front has ended.
 
 Catches: a kernel that reads or writes before it has waited (results of half a kernel), launch options that
-a compiler does not know, and overlap where nothing can wait.
+a compiler does not know, overlap where nothing can wait, and kernels that compute otherwise in a profile.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import triton.language as tl  # noqa: E402
 import sglang.kernels.ops as ops  # noqa: E402
 from sglang.kernels import launch_overlap  # noqa: E402
 from sglang.kernels.launch_overlap_kernels import after_previous  # noqa: E402
+from sglang.kernels.ops.attention.paged import store  # noqa: E402
+from sglang.kernels.ops.fused import rows  # noqa: E402
 from sglang.test.compile_kernels import AMD, HOPPER, compile_kernel  # noqa: E402
 
 
@@ -99,8 +101,8 @@ def test_launches_overlap_only_where_kernels_can_wait(monkeypatch):
     for name, found in (("old", False), ("hopper", True), ("next", True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, n=name: capability[n])
         monkeypatch.setattr(launch_overlap.triton_support, "INTERPRETING", False)
-        assert launch_overlap._can_overlap.__wrapped__(torch.device("cuda")) is found
-    monkeypatch.setattr(launch_overlap, "_can_overlap", lambda device: True)
+        assert launch_overlap.can_overlap.__wrapped__(torch.device("cuda")) is found
+    monkeypatch.setattr(launch_overlap, "can_overlap", lambda device: True)
     assert launch_overlap.overlapping(torch.zeros(1)) == {"OVERLAP": True, "launch_pdl": True}
     monkeypatch.setattr(
         launch_overlap, "_is_wanted", True
@@ -109,7 +111,47 @@ def test_launches_overlap_only_where_kernels_can_wait(monkeypatch):
     assert launch_overlap.overlapping(torch.zeros(1)) == {"OVERLAP": False}
     monkeypatch.undo()
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert not launch_overlap._can_overlap.__wrapped__(torch.device("cuda"))
+    assert not launch_overlap.can_overlap.__wrapped__(torch.device("cuda"))
+
+
+class _Recorded:
+    """Stands for a kernel and keeps the options of its launches."""
+
+    def __init__(self):
+        self.options = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.options.append(options)
+
+
+@pytest.mark.parametrize("is_profile", [False, True])
+def test_ordinary_launches_run_the_same_code(monkeypatch, is_profile):
+    """Catches a profile of other kernels than those in service: the short forms went with the overlap."""
+    norms, norm_gates, gates, stores = (_Recorded() for _ in range(4))
+    for module, name, kernel in (
+        (rows, "rms_norm_kernel", norms),
+        (rows, "gated_norm_kernel", norm_gates),
+        (rows, "gate_mul_kernel", gates),
+        (store, "norm_rope_store_heads_kernel", stores),
+    ):
+        monkeypatch.setattr(module, name, kernel)
+    for module in (launch_overlap, rows, store):
+        monkeypatch.setattr(module, "can_overlap", lambda device: True)
+    monkeypatch.setattr(launch_overlap, "_is_wanted", not is_profile)
+    for dtype in (torch.bfloat16, torch.float16):
+        x, weight = torch.zeros(3, 2, 256, dtype=dtype), torch.zeros(256)
+        rows.rms_norm(x, weight, 1e-6, unit_offset=True)
+        rows.gated_rms_norm(x, x, weight, 1e-6, activation="silu")
+        rows.sigmoid_mul(x, x)
+        angles = torch.zeros(4, 32)
+        norm = store.NormRope(weight, weight, angles, angles, 1e-6, True)
+        where, pool = torch.zeros(3, dtype=torch.int64), torch.zeros(8, 2, 256, dtype=dtype)
+        store.norm_rope_store(
+            x, x, x, norm, positions=where, slots=where, k_buffer=pool, v_buffer=pool
+        )
+    for kernel in (norms, norm_gates, gates, stores):
+        assert [o["PAIRED"] for o in kernel.options] == [True, False]
+        assert [o["OVERLAP"] for o in kernel.options] == [not is_profile] * 2
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
-from sglang.kernels.launch_overlap import overlapping
+from sglang.kernels.launch_overlap import can_overlap, overlapping
 from sglang.kernels.ops.fused.sums import Delta, RoutedSum, SplitSum
 from sglang.kernels.ops.quantization.fp8 import quantize
 from sglang.kernels.ops.quantization.rows import GROUP, NormedRows, QuantizedRows, num_groups
@@ -147,7 +147,6 @@ def _launch_norm(
     scale = weight if quantized is None else quantized.scale
     block_g = _block(num_groups(size))
     pairs = added.kind != "routed" if pairs is None else pairs
-    options = overlapping(x)
     of_pairs = (x, total, rounding, *((added.delta,) if added.kind == "tensor" else ()))
     rms_norm_kernel[(x.shape[0],)](
         x,
@@ -180,8 +179,8 @@ def _launch_norm(
         QUANTIZE=quantized is not None,
         BLOCK_G=block_g,
         GROUP=GROUP,
-        PAIRED=pairs and _in_pairs(options, *of_pairs),
-        **options,
+        PAIRED=pairs and _in_pairs(*of_pairs),
+        **overlapping(x),
         num_warps=max(1, min(8, block_g // 2)),
     )
 
@@ -236,7 +235,6 @@ def _launch_gated_norm(
         return
     block = _block(size)
     block_h = max(1, launch.elements // block)
-    options = overlapping(o)
     gated_norm_kernel[(-(-num_items // block_h),)](
         o,
         z,
@@ -255,15 +253,15 @@ def _launch_gated_norm(
         QUANTIZE=scale is not None,
         BLOCK_H=block_h,
         BLOCK=block,
-        PAIRED=launch.pairs and _in_pairs(options, o, z),
-        **options,
+        PAIRED=launch.pairs and _in_pairs(o, z),
+        **overlapping(o),
         num_warps=launch.num_warps,
     )
 
 
-def _in_pairs(options: dict[str, bool], *rows: Tensor) -> bool:
-    """Whether ``rows`` are bf16 on a device of compute capability 9.0 or later, which ``options`` are for."""
-    return options["OVERLAP"] and all(x.dtype is torch.bfloat16 for x in rows)
+def _in_pairs(*rows: Tensor) -> bool:
+    """Whether ``rows`` are bf16 on a device of compute capability 9.0 or later."""
+    return can_overlap(rows[0].device) and all(x.dtype is torch.bfloat16 for x in rows)
 
 
 def norm_rope(
@@ -354,7 +352,6 @@ def _launch_gate_mul(
     if not out.numel():
         return
     block_g = launch.elements // GROUP
-    options = overlapping(x)
     gate_mul_kernel[(-(-num_items // block_g),)](
         x,
         gate,
@@ -371,7 +368,7 @@ def _launch_gate_mul(
         QUANTIZE=scale is not None,
         BLOCK_G=block_g,
         GROUP=GROUP,
-        PAIRED=launch.pairs and _in_pairs(options, x, gate),
-        **options,
+        PAIRED=launch.pairs and _in_pairs(x, gate),
+        **overlapping(x),
         num_warps=launch.num_warps,
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
-from sglang.kernels.launch_overlap import overlapping
+from sglang.kernels.launch_overlap import can_overlap, overlapping
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.attention.paged.store_heads_kernel import norm_rope_store_heads_kernel
@@ -176,7 +176,7 @@ def _store_heads(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     tiles = -(-num_heads // launch.heads) + 2 * -(-num_kv_heads // launch.heads)
-    options = overlapping(q)
+    is_bf16 = q.dtype is torch.bfloat16 and k.dtype is torch.bfloat16
     norm_rope_store_heads_kernel[(num_rows * tiles,)](
         q,
         k,
@@ -210,8 +210,8 @@ def _store_heads(
         HEAD_DIM=head_dim,
         BLOCK_D=_block(head_dim),
         BLOCK_H=launch.heads,
-        PAIRED=options["OVERLAP"] and q.dtype is torch.bfloat16 and k.dtype is torch.bfloat16,
-        **options,
+        PAIRED=is_bf16 and can_overlap(q.device),
+        **overlapping(q),
         num_warps=launch.num_warps,
     )
 
