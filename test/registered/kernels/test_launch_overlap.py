@@ -7,6 +7,9 @@ a compiler does not know, overlap where nothing can wait, and kernels that compu
 from __future__ import annotations
 
 import importlib
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,7 @@ from sglang.kernels import launch_overlap  # noqa: E402
 from sglang.kernels.launch_overlap_kernels import after_previous  # noqa: E402
 from sglang.kernels.ops.attention.paged import store  # noqa: E402
 from sglang.kernels.ops.fused import rows  # noqa: E402
+from sglang.kernels.ops.gdn_cuda.module import SOURCE  # noqa: E402
 from sglang.test.compile_kernels import AMD, HOPPER, compile_kernel  # noqa: E402
 
 
@@ -112,6 +116,29 @@ def test_launches_overlap_only_where_kernels_can_wait(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not launch_overlap.can_overlap.__wrapped__(torch.device("cuda"))
+
+
+def _early_accesses(source: Path) -> list[str]:
+    """Accesses to device memory that the CUDA C++ verify makes before it waits."""
+    command = ["nvcc", "-arch=sm_90", "-std=c++17", "-ptx", "-o", "-", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    body = done.stdout[done.stdout.index(".entry gdn_verify") :]
+    before, wait, _ = body.partition("griddepcontrol.wait")
+    assert wait
+    return re.findall(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*?global|cp\.async\.bulk\.\w+", before)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_cuda_verify_keeps_nothing_that_it_reads_early(tmp_path):
+    """Catches a slot that stays in the L1 cache from before the kernel in front wrote it, and early writes."""
+    harmless = {"ld.relaxed.gpu.global", "cp.async.bulk.prefetch"}
+    assert set(_early_accesses(SOURCE)) == harmless
+    planted = tmp_path / SOURCE.name
+    planted.write_text(
+        SOURCE.read_text().replace("early_slot(p, first.req)", "load_unit(p, blockIdx.x).slot")
+    )
+    assert not set(_early_accesses(planted)) <= harmless
 
 
 class _Recorded:

@@ -126,14 +126,37 @@ struct Unit {
   int slot, row;                                // -1 when out of range
 };
 
-__device__ __forceinline__ Unit load_unit(const Params& p, int index) {
+// Of a unit, all but its slot and row.
+__device__ __forceinline__ Unit unit_at(const Params& p, int index) {
   Unit x;
   x.tile = index % TILES;
   int rest = index / TILES;
   x.head = rest % p.num_v_heads;
   x.req = rest / p.num_v_heads;
-  i64 slot = p.slots_are_64 ? ((const i64*)p.slots)[x.req] : (i64)((const int*)p.slots)[x.req];
-  x.slot = slot >= 0 && slot < p.num_slots ? (int)slot : -1;
+  x.slot = x.row = -1;
+  return x;
+}
+
+__device__ __forceinline__ int slot_in_range(const Params& p, i64 slot) {
+  return slot >= 0 && slot < p.num_slots ? (int)slot : -1;
+}
+
+// The slot as it is while the kernel in front may still write it. Read past the L1 cache, or the line would stay
+// there and load_unit could find the old slot in it.
+__device__ __forceinline__ int early_slot(const Params& p, int req) {
+  i64 wide;
+  int narrow;
+  if (p.slots_are_64) {
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(wide) : "l"((const i64*)p.slots + req));
+    return slot_in_range(p, wide);
+  }
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(narrow) : "l"((const int*)p.slots + req));
+  return slot_in_range(p, narrow);
+}
+
+__device__ __forceinline__ Unit load_unit(const Params& p, int index) {
+  Unit x = unit_at(p, index);
+  x.slot = slot_in_range(p, p.slots_are_64 ? ((const i64*)p.slots)[x.req] : (i64)((const int*)p.slots)[x.req]);
   x.row = p.rows ? p.rows[x.req] : -1;
   if (x.row >= p.num_rows) x.row = -1;
   return x;
@@ -570,10 +593,11 @@ extern "C" __global__ void __launch_bounds__(NW * 32, MIN_CTAS)
   __syncthreads();
   // While the kernel in front still runs, the first state is asked for, into the L2 cache, where it stays current.
   if (lane == 0 && (int)blockIdx.x < p.num_units) {
-    Unit first = load_unit(p, blockIdx.x);
-    if (first.slot >= 0)
+    const Unit first = unit_at(p, blockIdx.x);
+    const int slot = early_slot(p, first.req);
+    if (slot >= 0)
       asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
-                       entry_of(p, first.slot, first, first.tile * UNIT_ROWS + warp * WARP_ROWS)),
+                       entry_of(p, slot, first, first.tile * UNIT_ROWS + warp * WARP_ROWS)),
                    "r"(WARP_BYTES));
   }
   // A launch that may overlap the kernel before it (VerifyTile.pdl) waits here; any other passes at once.
