@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -156,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mem-fraction-static", type=float, default=0.8)
     parser.add_argument("--out", type=Path, help="write JSON, too")
     args = parser.parse_args(argv)
-    if not 0 < args.mem_fraction_static < 1 or args.device_memory_gb <= 0:
+    if not (0 < args.mem_fraction_static < 1 and 0 < args.device_memory_gb < math.inf):
         parser.error("--device-memory-gb must be above 0 and --mem-fraction-static between 0 and 1")
     check_output(parser, "--out", args.out)
     records = [record_of(s, args.device_memory_gb, args.mem_fraction_static) for s in SETUPS]

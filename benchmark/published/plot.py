@@ -39,10 +39,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
     args = parser.parse_args(argv)
     documents = [read(parser, path) for path in args.results]
+    names = ", ".join(str(path) for path in args.results)
+    try:
+        figures = draw(documents)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        parser.error(f"{names}: no results of run.py ({type(error).__name__}: {error})")
+    if not figures:
+        parser.error(f"no measured run in {names}")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error.strerror}; name a folder")
+    for name, figure in figures.items():
+        path = args.out / f"published_{name}.{args.format}"
+        figure.savefig(path, metadata={"Date": None} if args.format == "svg" else None)
+        plt.close(figure)
+        print(path)
+    return 0
+
+
+def draw(documents: Sequence[dict[str, Any]]) -> dict[str, plt.Figure]:
+    """Name -> picture; none if nothing was measured."""
     runs = [run for document in documents for run in document["runs"] if run["measured"]]
     if not runs:
-        parser.error("no measured run in " + ", ".join(str(path) for path in args.results))
-    args.out.mkdir(parents=True, exist_ok=True)
+        return {}
     plt.rcParams |= {"svg.hashsalt": "published", "font.size": 10, "legend.fontsize": 9}
     subtitle = heading(documents[-1])
     figures = {}
@@ -52,12 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     largest = [run for run in runs if run["workload"]["name"] == most]
     figures["time"] = over_time(largest, f"{most}: {subtitle}")
     figures["ttft"] = first_tokens(largest, f"{most}: {subtitle}")
-    for name, figure in figures.items():
-        path = args.out / f"published_{name}.{args.format}"
-        figure.savefig(path, metadata={"Date": None} if args.format == "svg" else None)
-        plt.close(figure)
-        print(path)
-    return 0
+    return figures
 
 
 def of_one_length(runs: Sequence[Run]) -> list[Run]:
@@ -78,7 +93,7 @@ def read(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
         document["runs"], document["machine"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         parser.error(f"{path}: is no result of run.py ({type(error).__name__}: {error})")
     return document
 

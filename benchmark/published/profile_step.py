@@ -86,7 +86,7 @@ def write_again(args: argparse.Namespace) -> int:
         document = json.loads(args.from_json.read_text())
         document["steps"] = {title: reclassified(r) for title, r in document["steps"].items()}
         tables = [markdown_of(title, r, r["floors_us"]) for title, r in document["steps"].items()]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"--from-json {args.from_json} is no profile that this script wrote "
             f"({type(error).__name__}: {error}); give its --out file"

@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         document = json.loads(args.results.read_text())
         shown, page = text_table(document), markdown(document)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         parser.error(f"{args.results}: is no result of run.py ({type(error).__name__}: {error})")
     print(shown)
     if args.markdown is not None:

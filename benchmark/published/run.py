@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -57,6 +58,8 @@ LENGTHS = ("requests", "input_len", "output_len")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it. 0 if every arm has a measured run, else 1."""
     args = read_arguments(sys.argv[1:] if argv is None else list(argv))
+    # `timeout` ends a program so; the server of the turn must not outlive it.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with model_directory(args.model_path) as model_path:
         session = Session(args, model_path, chosen_workloads(args))
         session.document = head(session)
@@ -69,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             session.stop(f"failed: {error}")
         except KeyboardInterrupt:
             session.stop("interrupted")
+        finally:
+            signal.signal(signal.SIGTERM, before)
     session.document["seconds"] = time.monotonic() - session.started
     session.write()
     print(text_table(session.document))

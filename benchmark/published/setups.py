@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -137,9 +138,15 @@ SMALL_REFERENCES = {
 
 
 def check_output(parser: argparse.ArgumentParser, flag: str, path: Path | None) -> None:
-    """Refuse a file whose folder is missing before anything is measured, not after."""
-    if path is not None and not path.parent.is_dir():
+    """Refuse a file that cannot be written before anything is measured, not after."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
         parser.error(f"{flag} {path}: no folder {path.parent}; make it first")
+    if path.is_dir():
+        parser.error(f"{flag} {path}: is a folder; name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        parser.error(f"{flag} {path}: may not be written; name another file")
 
 
 def in_plain_words(measure: Callable[[], int]) -> int:

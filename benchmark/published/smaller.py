@@ -159,6 +159,9 @@ def run_turns(comparison: Comparison, setups: Sequence[SetUp]) -> set[tuple[str,
         try:
             run_turn(comparison, setup, arm, number)
             done.add((setup.name, arm))
+        except KeyboardInterrupt:
+            comparison.document["stopped"] = "interrupted"
+            break
         except Exception as error:  # one set-up that cannot run must not cost the others
             traceback.print_exc()
             why = f"{type(error).__name__}: {error}"

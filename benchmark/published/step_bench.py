@@ -94,6 +94,7 @@ class StepBench:
         say(f"{len(self._scheduler.running)} requests decode; warm-up of {args.warmup_steps} steps")
         for _ in range(args.warmup_steps):
             self._scheduler.step()
+        requests = self._still_running()
         wall = self._wall(args.steps)
         record = self._profile(args.steps)
         busy = record["gpu_busy_us_per_step"]
@@ -104,12 +105,24 @@ class StepBench:
             f"so the GPU idles {100 * record['gpu_idle_share_of_wall']:.1f} % of it.",
             *([] if self._args.ordinary_launches else [OVERLAP_NOTE]),
         ]
-        requests = len(self._scheduler.running)
+        self._still_running(requests)
         title = f"verify step of {requests} x {width} rows after about {args.context}"
         shape = StepShape(requests, width, args.context, width - 1)
         yield title, record, shape
         if args.service_steps:
-            yield *self._decode_in_service(requests, width), shape
+            decode = self._decode_in_service(requests, width)
+            self._still_running(requests)
+            yield *decode, shape
+
+    def _still_running(self, before: int | None = None) -> int:
+        """Requests that decode. Raises: ValueError for none, or others than ``before``: steps were idle."""
+        running = len(self._scheduler.running)
+        if not running or running != (before or running):
+            raise ValueError(
+                f"{running} of {before or self._args.requests} requests still decode: the others were "
+                "refused, or ended before the steps did; lower --context or --steps, or raise --output-len"
+            )
+        return running
 
     def _prompts_in_service(self) -> tuple[str, dict[str, Any], PromptsShape]:
         """Whole prompts, one after the other, each step launched as soon as the one before has been."""
@@ -121,6 +134,8 @@ class StepBench:
             self._synchronize()
             wall_us = 1e6 * (time.perf_counter() - begin)
             self._engine.memory.flush()
+        if not steps:
+            raise ValueError(f"prompts of --context {context} tokens are refused; lower it")
         self._submit_prompts(prompts)
         events = self._events(self._compute_prompts)
         self._engine.memory.flush()

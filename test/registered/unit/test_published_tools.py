@@ -7,6 +7,8 @@ ratio of unequal things, a slower workload that a table hides, and flags that ar
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -171,6 +173,88 @@ def test_a_result_from_before_waits_were_kept_is_drawn(tmp_path, capsys):
     ]
     drawn = (tmp_path / "published_ttft.svg").read_text()
     assert drawn.count("(dashed: mean, 0.00 s)") == 2
+
+
+@pytest.mark.parametrize("runs", ["3", "[{}]", "[3]", '[{"measured": true, "workload": {}}]'])
+def test_what_is_no_result_is_not_drawn(runs, tmp_path, capsys):
+    """Catches a traceback for JSON that another program wrote."""
+    import plot
+    import report
+
+    stored = tmp_path / "other.json"
+    stored.write_text(f'{{"runs": {runs}, "machine": {{}}, "arms": {{}}}}')
+    for program, words in ((plot, ["--out", str(tmp_path)]), (report, [])):
+        with pytest.raises(SystemExit, match="2"):
+            program.main([str(stored), *words])
+        assert f"{stored}: " in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_are_refused_first(tmp_path, capsys):
+    """Catches a run that is measured and then lost."""
+    import capacity
+    import run
+    import smaller
+
+    for program in (run, smaller):
+        for words in (["--out", str(tmp_path)], ["--out", "x", "--markdown", str(tmp_path)]):
+            with pytest.raises(SystemExit, match="2"):
+                program.read_arguments(words)
+            assert "is a folder; name a file in it" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        capacity.main(["--device-memory-gb", "nan"])
+
+
+def test_a_profile_of_something_else_is_refused(tmp_path, capsys):
+    """Catches a traceback for steps that are no table of steps."""
+    import profile_step
+
+    stored = tmp_path / "steps.json"
+    stored.write_text('{"steps": []}')
+    words = ["--from-json", str(stored), "--out", str(tmp_path / "again.json")]
+    assert profile_step.main(words) == 2
+    assert "is no profile that this script wrote" in capsys.readouterr().err
+
+
+def test_steps_of_nothing_are_not_profiled():
+    """Catches tables of idle steps, after requests that were refused or had ended."""
+    from step_bench import StepBench
+
+    bench = object.__new__(StepBench)
+    bench._args, bench._scheduler = Namespace(requests=4), Namespace(running=[1, 2, 3])
+    assert bench._still_running() == 3, "as many as fit"
+    with pytest.raises(ValueError, match="3 of 4 requests still decode"):
+        bench._still_running(4)
+    bench._scheduler.running.clear()
+    with pytest.raises(ValueError, match="0 of 4 requests still decode.*lower --context"):
+        bench._still_running()
+
+
+def test_an_ended_program_ends_its_server(tmp_path, monkeypatch):
+    """Catches a server that outlives `timeout run.py`, and results that are then lost."""
+    import run
+
+    def ended(session, arm, round_index):
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("SIGTERM was not taken")
+
+    monkeypatch.setattr(run, "run_arm", ended)
+    out, before = tmp_path / "x.json", signal.getsignal(signal.SIGTERM)
+    assert run.main(["--out", str(out), "--demo"]) == 1
+    assert json.loads(out.read_text())["stopped"] == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_an_interrupted_set_up_is_told(tmp_path, monkeypatch):
+    """Catches tables that are lost with the set-up that Ctrl-C ended."""
+    import smaller
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(smaller, "run_turn", interrupted)
+    out = tmp_path / "x.json"
+    assert smaller.main(["--out", str(out), "--demo", "--setups", "mtp"]) == 1
+    assert json.loads(out.read_text())["stopped"] == "interrupted"
 
 
 def test_copies_to_the_host_beside_kernels():
