@@ -26,6 +26,7 @@ from sglang.srt.arg_groups.pipeline import run_resolution_pipeline
 from sglang.srt.entrypoints.anthropic.serving_messages import MESSAGES_PATH, anthropic_error
 from sglang.srt.entrypoints.front_end import FrontEnd
 from sglang.srt.entrypoints.gatekeeper import Gatekeeper, GateState
+from sglang.srt.entrypoints.http_head import BoundedHeadProtocol
 from sglang.srt.entrypoints.http_io import ClientGone, json_response
 from sglang.srt.entrypoints.openai.errors import error_response
 from sglang.srt.entrypoints.routes import Routes
@@ -211,6 +212,7 @@ def launch_server(server_args: ServerArgs, *, scheduler_module: str = SCHEDULER_
     app = make_app(front_end, gate)
     config = uvicorn.Config(
         app,
+        http=BoundedHeadProtocol,
         log_level="warning",
         log_config=None,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
