@@ -15,6 +15,7 @@ short keeps what it has.
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import signal
 import sys
@@ -142,8 +143,10 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
             parser.error(
                 f"{_flag(name)} makes a workload of its own; leave out --workloads or {_flag(name)}"
             )
-    if not args.accept_length >= 1:
-        parser.error(f"--accept-length {args.accept_length:g}: must be at least 1, the bonus token")
+    if not 1 <= args.accept_length < math.inf:
+        parser.error(
+            f"--accept-length {args.accept_length:g}: must be a number of at least 1, the bonus token"
+        )
     if not args.sample_s > 0:
         parser.error(f"--sample-s {args.sample_s:g}: must be above 0")
     check_output(parser, "--out", args.out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -150,12 +151,16 @@ def check_output(parser: argparse.ArgumentParser, flag: str, path: Path | None) 
 
 
 def in_plain_words(measure: Callable[[], int]) -> int:
-    """The exit status of ``measure``; 2 and one line for a model, flag or file that cannot be used."""
+    """The exit status of ``measure``; 2 and one line for a model, flag or file that cannot be used, 130
+    for Ctrl-C."""
     try:
         return measure()
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted: --out holds what was measured before", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 @contextmanager

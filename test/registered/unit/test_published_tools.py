@@ -200,8 +200,12 @@ def test_files_that_cannot_be_written_are_refused_first(tmp_path, capsys):
             with pytest.raises(SystemExit, match="2"):
                 program.read_arguments(words)
             assert "is a folder; name a file in it" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        capacity.main(["--device-memory-gb", "nan"])
+    for program, words in (
+        (capacity.main, ["--device-memory-gb", "nan"]),
+        (run.read_arguments, ["--out", "x", "--accept-length", "inf"]),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            program(words)
 
 
 def test_a_profile_of_something_else_is_refused(tmp_path, capsys):
@@ -244,9 +248,10 @@ def test_an_ended_program_ends_its_server(tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_an_interrupted_set_up_is_told(tmp_path, monkeypatch):
+def test_an_interrupted_set_up_is_told(tmp_path, monkeypatch, capsys):
     """Catches tables that are lost with the set-up that Ctrl-C ended."""
     import smaller
+    from setups import in_plain_words
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -255,6 +260,8 @@ def test_an_interrupted_set_up_is_told(tmp_path, monkeypatch):
     out = tmp_path / "x.json"
     assert smaller.main(["--out", str(out), "--demo", "--setups", "mtp"]) == 1
     assert json.loads(out.read_text())["stopped"] == "interrupted"
+    assert in_plain_words(interrupted) == 130
+    assert "--out holds what was measured" in capsys.readouterr().err
 
 
 def test_copies_to_the_host_beside_kernels():
