@@ -200,5 +200,34 @@ def test_a_refused_request_is_matched_now_and_then():
     assert state.prefill_step() == prompt, "room that has come free is taken at once"
 
 
+@dataclass
+class Counted:
+    """A waiting request that counts how often its place is asked for."""
+
+    priority: int
+    arrival: float
+    asked: int = 0
+
+    def __getattribute__(self, name):
+        if name == "arrival":
+            self.asked += 1
+        return super().__getattribute__(name)
+
+
+def test_a_long_queue_is_joined_in_few_looks():
+    """Catches a queue that is sorted anew for each request, 9 s for 10,000, and one in another order."""
+    policy = object.__new__(PrefillPolicy)
+    policy._schedule_policy = "fcfs"
+    generator, queue, expected = random.Random(1), [], []
+    for arrival in range(500):
+        # Some arrive at one time: the earlier one stays ahead.
+        req = Counted(generator.choice([0, 0, 5, -1]), arrival // 2)
+        policy.add(queue, req)
+        expected.append(req)
+    assert max(req.asked for req in queue) < 500
+    policy.order(expected)
+    assert all(mine is other for mine, other in zip(queue, expected, strict=True))
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -23,6 +24,10 @@ class Refusal:
     rid: str
     fresh: int
     plan_ct: int
+
+
+def _by_arrival(req: Req) -> tuple[float, float]:
+    return -req.priority, req.arrival
 
 
 class PrefillPolicy:
@@ -62,7 +67,15 @@ class PrefillPolicy:
             }
             waiting.sort(key=lambda r: (-r.priority, -cached[r.rid], r.arrival))
         else:
-            waiting.sort(key=lambda r: (-r.priority, r.arrival))
+            waiting.sort(key=_by_arrival)
+
+    def add(self, waiting: list[Req], req: Req) -> None:
+        """Put a request into an ordered queue, where `order` would; thousands may wait."""
+        if self._schedule_policy == "lpm":
+            waiting.append(req)
+            self.order(waiting)
+        else:
+            bisect.insort(waiting, req, key=_by_arrival)
 
     def plan(
         self, waiting: list[Req], prefilling: list[Req], running: list[Req]

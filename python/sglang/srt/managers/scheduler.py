@@ -153,8 +153,7 @@ class Scheduler:
         except ValueError as error:
             self._refuse(message.rid, str(error), 400)
             return
-        self.waiting.append(req)
-        self._policy.order(self.waiting)
+        self._policy.add(self.waiting, req)
 
     def _refuse(self, rid: str, message: str, status_code: int) -> None:
         reason = FinishReason(type="abort", message=message, status_code=status_code)
@@ -172,17 +171,20 @@ class Scheduler:
         )
 
     def _abort(self, message: AbortReq) -> None:
-        def hit(req: Req) -> bool:
-            return message.abort_all or req.rid == message.rid
+        def hits(group: list[Req]) -> list[Req]:
+            if message.abort_all:
+                return list(group)
+            first = next((req for req in group if req.rid == message.rid), None)
+            return [] if first is None else [first]
 
         reason = FinishReason(
             type="abort", message=message.reason or "aborted by the client", status_code=499
         )
-        for req in [r for r in self.waiting if hit(r)]:
+        for req in hits(self.waiting):
             self.waiting.remove(req)
             self._finish_aborted(req, reason)
         for group in (self.prefilling, self.running):
-            for req in [r for r in group if hit(r)]:
+            for req in hits(group):
                 group.remove(req)
                 self._memory.release(req)
                 self._finish_aborted(req, reason)
