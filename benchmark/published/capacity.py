@@ -10,14 +10,13 @@ beside it stand the plans of a card of --device-memory-gb.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from setups import ROOT, check_output
+from setups import ROOT, check_output, write_json
 
 from sglang.srt.configs.draft_config import DraftConfig
 from sglang.srt.configs.model_config import ModelConfig
@@ -163,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     records = [record_of(s, args.device_memory_gb, args.mem_fraction_static) for s in SETUPS]
     print(table(records, args.device_memory_gb, args.mem_fraction_static))
     if args.out is not None:
-        args.out.write_text(json.dumps(records, indent=1) + "\n")
+        write_json(args.out, records)
     return 0
 
 

@@ -39,6 +39,7 @@ from setups import (
     is_in,
     model_directory,
     names_of,
+    write_json,
 )
 
 WARM_UP = Workload("warm-up", 2, 9_000, 24, 2)
@@ -86,7 +87,7 @@ def _write(out: Path, turns: list[Turn]) -> None:
         "acceptance": f"pretended: {os.environ['SGLANG_SIMULATE_ACC_LEN']} tokens a verify step",
         "turns": [vars(turn) for turn in turns],
     }
-    out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_json(out, record)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

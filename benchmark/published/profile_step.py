@@ -34,6 +34,7 @@ from setups import (
     check_output,
     in_plain_words,
     model_directory,
+    write_json,
 )
 from step_bench import TAIL_TOKENS, PromptsShape, StepBench
 
@@ -73,7 +74,7 @@ def measure(args: argparse.Namespace) -> int:
             document["steps"][title] = record
             tables.append(markdown_of(title, record, floors_us))
             print(tables[-1], flush=True)
-            args.out.write_text(json.dumps(document, indent=1) + "\n")
+            write_json(args.out, document)
         bench.close()
     if args.markdown is not None:
         args.markdown.write_text("\n".join(tables))
@@ -91,7 +92,7 @@ def write_again(args: argparse.Namespace) -> int:
             f"--from-json {args.from_json} is no profile that this script wrote "
             f"({type(error).__name__}: {error}); give its --out file"
         ) from error
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
+    write_json(args.out, document)
     if args.markdown is not None:
         args.markdown.write_text("\n".join(tables))
     return 0

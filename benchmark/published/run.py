@@ -42,6 +42,7 @@ from setups import (
     DEMO,
     PUBLISHED,
     SMALL_REPEATS,
+    VERIFY_ROWS,
     WORKLOADS,
     Workload,
     check_output,
@@ -147,6 +148,15 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
         parser.error(
             f"--accept-length {args.accept_length:g}: must be a number of at least 1, the bonus token"
         )
+    if args.accept_length > VERIFY_ROWS and not args.server_flags:
+        parser.error(
+            f"--accept-length {args.accept_length:g}: a verify has {VERIFY_ROWS} rows; name at most that, or "
+            "other --speculative-* flags after --"
+        )
+    if args.demo and args.model_path is not None:
+        parser.error(
+            f"--model-path {args.model_path}: --demo runs the bundled model; leave one out"
+        )
     if not args.sample_s > 0:
         parser.error(f"--sample-s {args.sample_s:g}: must be above 0")
     check_output(parser, "--out", args.out)
@@ -216,8 +226,10 @@ def numbers(text: str) -> list[int]:
         values = [int(word) for word in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: write numbers such as 1,4,8") from None
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: every number must be at least 1")
+    if min(values) < 1 or len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: every number must be at least 1 and be there once"
+        )
     return values
 
 

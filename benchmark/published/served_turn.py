@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -19,6 +18,7 @@ from setups import (
     Workload,
     flags_of_arm,
     is_in,
+    write_json,
 )
 
 from sglang.benchmark.options import BenchError, LengthOptions, ServingOptions
@@ -75,7 +75,7 @@ class Session:
 
     def write(self) -> None:
         self.document["on_over_off"] = ratios(self.document)
-        self.args.out.write_text(json.dumps(self.document, indent=1) + "\n")
+        write_json(self.args.out, self.document)
 
 
 def say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -12,13 +13,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 GEOMETRY = ROOT / "test" / "registered" / "unit" / "model_configs" / "Qwen3.6-35B-A3B-FP8.json"
 
+VERIFY_ROWS = 4
 SPECULATION = (
     "--speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1 "
-    "--speculative-num-draft-tokens 4"
+    f"--speculative-num-draft-tokens {VERIFY_ROWS}"
 ).split()
 PUBLISHED_FLAGS = [
     *("--load-format dummy --skip-tokenizer-init --device-memory-gb 80").split(),
@@ -146,8 +149,21 @@ def check_output(parser: argparse.ArgumentParser, flag: str, path: Path | None) 
         parser.error(f"{flag} {path}: no folder {path.parent}; make it first")
     if path.is_dir():
         parser.error(f"{flag} {path}: is a folder; name a file in it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    needed = [path.parent] if not path.exists() or path.is_file() else []
+    needed += [path] if path.exists() else []
+    if not all(os.access(each, os.W_OK) for each in needed):
         parser.error(f"{flag} {path}: may not be written; name another file")
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write in one go: who is killed meanwhile leaves the file as it was."""
+    text = json.dumps(document, indent=1) + "\n"
+    if path.exists() and not path.is_file():  # a pipe or a terminal
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def in_plain_words(measure: Callable[[], int]) -> int:

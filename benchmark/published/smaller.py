@@ -40,6 +40,7 @@ from setups import (
     geometry_folder,
     in_turn,
     names_of,
+    write_json,
 )
 
 from sglang.bundled import resolve_model_path
@@ -122,7 +123,7 @@ class Comparison:
 
     def write(self) -> None:
         self.document["on_over_off"] = ratios(self.document)
-        self.args.out.write_text(json.dumps(self.document, indent=1) + "\n")
+        write_json(self.args.out, self.document)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -203,9 +203,26 @@ def test_files_that_cannot_be_written_are_refused_first(tmp_path, capsys):
     for program, words in (
         (capacity.main, ["--device-memory-gb", "nan"]),
         (run.read_arguments, ["--out", "x", "--accept-length", "inf"]),
+        (run.read_arguments, ["--out", "x", "--accept-length", "99"]),
+        (run.read_arguments, ["--out", "x", "--demo", "--model-path", "m"]),
+        (run.read_arguments, ["--out", "x", "--concurrency", "1,2,1"]),
     ):
         with pytest.raises(SystemExit, match="2"):
             program(words)
+
+
+def test_a_result_is_whole_or_the_one_before(tmp_path):
+    """Catches a file cut in half by a kill in the middle of a write."""
+    from setups import write_json
+
+    out = tmp_path / "x.json"
+    write_json(out, {"runs": [1]})
+    with pytest.raises(TypeError):
+        write_json(out, {"runs": [object()]})
+    assert json.loads(out.read_text()) == {"runs": [1]}
+    write_json(out, {"runs": [2]})
+    assert json.loads(out.read_text()) == {"runs": [2]}
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_a_profile_of_something_else_is_refused(tmp_path, capsys):
