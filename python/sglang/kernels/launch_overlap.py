@@ -9,8 +9,6 @@ and its results are visible: the order of all memory accesses is that of ordinar
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from sglang.kernels import triton_support
@@ -30,15 +28,7 @@ def use_ordinary_launches() -> None:
 
 def is_overlapping(device: torch.device) -> bool:
     """Whether launches on ``device`` overlap."""
-    return _is_wanted and can_overlap(device)
-
-
-@cache
-def can_overlap(device: torch.device) -> bool:
-    """Whether ``device`` has what compute capability 9.0 brought, however kernels are launched."""
-    if device.type != "cuda" or torch.version.hip is not None or triton_support.INTERPRETING:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return _is_wanted and triton_support.is_hopper_or_later(device)
 
 
 def overlapping(tensor: torch.Tensor) -> dict[str, bool]:

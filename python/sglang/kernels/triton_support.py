@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 
 import torch
 
@@ -38,6 +39,14 @@ def runs_on_hopper(device: torch.device) -> bool:
     if importlib.util.find_spec("triton.experimental.gluon") is None:
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def is_hopper_or_later(device: torch.device) -> bool:
+    """Whether kernels for ``device`` may use what compute capability 9.0 brought; never under the interpreter."""
+    if device.type != "cuda" or torch.version.hip is not None or INTERPRETING:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def use_inline_ptx() -> bool:

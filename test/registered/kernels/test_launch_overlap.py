@@ -24,7 +24,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 import sglang.kernels.ops as ops  # noqa: E402
-from sglang.kernels import launch_overlap  # noqa: E402
+from sglang.kernels import launch_overlap, triton_support  # noqa: E402
 from sglang.kernels.launch_overlap_kernels import after_previous  # noqa: E402
 from sglang.kernels.ops.attention.paged import store  # noqa: E402
 from sglang.kernels.ops.fused import rows  # noqa: E402
@@ -104,18 +104,16 @@ def test_launches_overlap_only_where_kernels_can_wait(monkeypatch):
     capability = {"old": (8, 0), "hopper": (9, 0), "next": (10, 0)}
     for name, found in (("old", False), ("hopper", True), ("next", True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, n=name: capability[n])
-        monkeypatch.setattr(launch_overlap.triton_support, "INTERPRETING", False)
-        assert launch_overlap.can_overlap.__wrapped__(torch.device("cuda")) is found
-    monkeypatch.setattr(launch_overlap, "can_overlap", lambda device: True)
+        monkeypatch.setattr(triton_support, "INTERPRETING", False)
+        assert triton_support.is_hopper_or_later.__wrapped__(torch.device("cuda")) is found
+    monkeypatch.setattr(triton_support, "is_hopper_or_later", lambda device: True)
     assert launch_overlap.overlapping(torch.zeros(1)) == {"OVERLAP": True, "launch_pdl": True}
-    monkeypatch.setattr(
-        launch_overlap, "_is_wanted", True
-    )  # what the next line changes is put back
+    monkeypatch.setattr(launch_overlap, "_is_wanted", True)  # so that undo puts it back
     launch_overlap.use_ordinary_launches()
     assert launch_overlap.overlapping(torch.zeros(1)) == {"OVERLAP": False}
     monkeypatch.undo()
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert not launch_overlap.can_overlap.__wrapped__(torch.device("cuda"))
+    assert not triton_support.is_hopper_or_later.__wrapped__(torch.device("cuda"))
 
 
 def _early_accesses(source: Path) -> list[str]:
@@ -162,8 +160,7 @@ def test_ordinary_launches_run_the_same_code(monkeypatch, is_profile):
         (store, "norm_rope_store_heads_kernel", stores),
     ):
         monkeypatch.setattr(module, name, kernel)
-    for module in (launch_overlap, rows, store):
-        monkeypatch.setattr(module, "can_overlap", lambda device: True)
+    monkeypatch.setattr(triton_support, "is_hopper_or_later", lambda device: True)
     monkeypatch.setattr(launch_overlap, "_is_wanted", not is_profile)
     for dtype in (torch.bfloat16, torch.float16):
         x, weight = torch.zeros(3, 2, 256, dtype=dtype), torch.zeros(256)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
-from sglang.kernels.launch_overlap import can_overlap, overlapping
+from sglang.kernels.launch_overlap import overlapping
 from sglang.kernels.ops.fused.sums import Delta, RoutedSum, SplitSum
 from sglang.kernels.ops.quantization.fp8 import quantize
 from sglang.kernels.ops.quantization.rows import GROUP, NormedRows, QuantizedRows, num_groups
@@ -261,7 +261,8 @@ def _launch_gated_norm(
 
 def _in_pairs(*rows: Tensor) -> bool:
     """Whether ``rows`` are bf16 on a device of compute capability 9.0 or later."""
-    return can_overlap(rows[0].device) and all(x.dtype is torch.bfloat16 for x in rows)
+    is_bf16 = all(x.dtype is torch.bfloat16 for x in rows)
+    return is_bf16 and triton_support.is_hopper_or_later(rows[0].device)
 
 
 def norm_rope(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sglang.kernels import triton_support
-from sglang.kernels.launch_overlap import can_overlap, overlapping
+from sglang.kernels.launch_overlap import overlapping
 
 if triton_support.AVAILABLE:
     from sglang.kernels.ops.attention.paged.store_heads_kernel import norm_rope_store_heads_kernel
@@ -120,34 +121,30 @@ def norm_rope_store(
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     block, half = _block(head_dim), norm.cos.shape[1]
     launch = store_launch(num_rows) if launch is None else launch
+    tensors = (q, k, v, norm.q_weight, norm.k_weight, norm.cos, norm.sin, positions, slots, out)
+    strides = [each.stride()[:2] for each in (q, k, v, out)]
+    pools = (k_buffer.stride(0), v_buffer.stride(0), k_buffer.stride(1), v_buffer.stride(1))
+    arguments = (*tensors, k_buffer, v_buffer, *itertools.chain(*strides), *pools)
     if launch.serves(q, half):
-        _store_heads(q, k, v, norm, positions, slots, out, k_buffer, v_buffer, launch)
+        tiles = -(-num_heads // launch.heads) + 2 * -(-num_kv_heads // launch.heads)
+        is_bf16 = q.dtype is torch.bfloat16 and k.dtype is torch.bfloat16
+        norm_rope_store_heads_kernel[(num_rows * tiles,)](
+            *arguments,
+            norm.eps,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HALF=half,
+            UNIT_OFFSET=norm.unit_offset,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block,
+            BLOCK_H=launch.heads,
+            PAIRED=is_bf16 and triton_support.is_hopper_or_later(q.device),
+            **overlapping(q),
+            num_warps=launch.num_warps,
+        )
         return out
     norm_rope_store_kernel[(num_rows, num_heads + 2 * num_kv_heads)](
-        q,
-        k,
-        v,
-        norm.q_weight,
-        norm.k_weight,
-        norm.cos,
-        norm.sin,
-        positions,
-        slots,
-        out,
-        k_buffer,
-        v_buffer,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        out.stride(0),
-        out.stride(1),
-        k_buffer.stride(0),
-        v_buffer.stride(0),
-        k_buffer.stride(1),
-        v_buffer.stride(1),
+        *arguments,
         num_heads,
         num_kv_heads,
         half,
@@ -159,61 +156,6 @@ def norm_rope_store(
         num_warps=max(1, block // 256),
     )
     return out
-
-
-def _store_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    norm: NormRope,
-    positions: Tensor,
-    slots: Tensor,
-    out: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    launch: StoreLaunch,
-) -> None:
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    tiles = -(-num_heads // launch.heads) + 2 * -(-num_kv_heads // launch.heads)
-    is_bf16 = q.dtype is torch.bfloat16 and k.dtype is torch.bfloat16
-    norm_rope_store_heads_kernel[(num_rows * tiles,)](
-        q,
-        k,
-        v,
-        norm.q_weight,
-        norm.k_weight,
-        norm.cos,
-        norm.sin,
-        positions,
-        slots,
-        out,
-        k_buffer,
-        v_buffer,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        out.stride(0),
-        out.stride(1),
-        k_buffer.stride(0),
-        v_buffer.stride(0),
-        k_buffer.stride(1),
-        v_buffer.stride(1),
-        norm.eps,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HALF=norm.cos.shape[1],
-        UNIT_OFFSET=norm.unit_offset,
-        HEAD_DIM=head_dim,
-        BLOCK_D=_block(head_dim),
-        BLOCK_H=launch.heads,
-        PAIRED=is_bf16 and can_overlap(q.device),
-        **overlapping(q),
-        num_warps=launch.num_warps,
-    )
 
 
 def _dense_rows(x: Tensor) -> Tensor:
